@@ -1,0 +1,44 @@
+"""What an executor can run, stated before the solver starts, and what it costs.
+
+Nothing is planned that the executor cannot run, and nothing is lost silently on the way.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["LIVE", "STATIC", "Capabilities", "capabilities"]
+
+
+class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An executor's reach and overheads.
+
+    Attributes:
+        name: the gear, ``live`` or ``static``.
+        keeps_unsaved: can hold, for a replay, an activation that autograd itself does not save.
+        replays_random: can replay operations flagged ``random`` (their generator state is captured).
+        capture_seconds: added to every forward operation of a module call in which something is captured.
+        replay_seconds: added to every replayed operation, beyond the operation's own seconds.
+        pack_seconds: added to every save while anything is dropped.
+    """
+
+    name: str
+    keeps_unsaved: bool
+    replays_random: bool
+    capture_seconds: float = 0.0
+    replay_seconds: float = 0.0
+    pack_seconds: float = 0.0
+
+
+# Overheads measured on CPU by benchmarks/overhead.py; a graph's own recording may replace them.
+LIVE = Capabilities(name="live", keeps_unsaved=True, replays_random=True, capture_seconds=18e-6, replay_seconds=8e-6, pack_seconds=3e-6)
+STATIC = Capabilities(name="static", keeps_unsaved=False, replays_random=False, capture_seconds=0.0, replay_seconds=4e-6, pack_seconds=1.5e-6)
+
+
+def capabilities(gear: str) -> Capabilities:
+    """The capabilities of a gear by name.
+
+    Raises:
+        KeyError: no gear has that name.
+    """
+    return {"live": LIVE, "static": STATIC}[gear]

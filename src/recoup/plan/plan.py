@@ -1,0 +1,85 @@
+"""A plan: for each activation of a step, keep or recompute, with what was promised and proven.
+
+A plan is frozen data. Activations that no decision names are kept; an activation that autograd does not save and
+that is kept is held only where a replay reads it. ``recoup.plan.file`` reads and writes it as JSON.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from recoup.graph.site import expand
+
+__all__ = ["FORMAT", "Action", "Decision", "Plan"]
+
+FORMAT = 1
+Action = Literal["keep", "recompute"]
+
+
+class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One decision, for one storage or for a range of identical layers.
+
+    Attributes:
+        site: storage site, ranges collapsed: ``layers.[0-11].mlp/gelu``.
+        action: ``keep`` or ``recompute``.
+        bytes: bytes of all storages that the site names.
+        why: the reason, as a person reads it.
+    """
+
+    site: str
+    action: Action
+    bytes: int
+    why: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """What to do with the activations of a step.
+
+    Attributes:
+        format: version of the plan file.
+        frontend: ``torch-eager`` and so on.
+        fingerprint: of the graph the plan was made for.
+        signature: the model's input shapes that it was made for.
+        environment: versions and settings it was made under.
+        gear: ``live`` or ``static``, the executor whose capabilities it was solved for.
+        strategy: who decided.
+        budget_bytes: the budget; 0 for a strategy that has none.
+        peak_bytes: simulated peak of the planned step.
+        step_seconds: simulated time of the planned step.
+        unplanned_peak_bytes: simulated peak of the unplanned step.
+        unplanned_step_seconds: measured time of the unplanned step.
+        bound_seconds: no plan for this budget, graph and executor (each operation replayed at most once) takes less time.
+        gap: ``(step_seconds - bound_seconds) / bound_seconds``; 0 is proven optimal.
+        solve_seconds: time the solver took.
+        decisions: what is decided, in the order of the step.
+    """
+
+    format: int = FORMAT
+    frontend: str = "torch-eager"
+    fingerprint: str
+    signature: str = ""
+    environment: dict[str, str] = {}
+    gear: Literal["live", "static"] = "live"
+    strategy: str
+    budget_bytes: int = 0
+    peak_bytes: int
+    step_seconds: float
+    unplanned_peak_bytes: int
+    unplanned_step_seconds: float
+    bound_seconds: float = 0.0
+    gap: float | None = None
+    solve_seconds: float = 0.0
+    decisions: tuple[Decision, ...] = ()
+
+    @cached_property
+    def recompute_sites(self) -> frozenset[str]:
+        """Sites of the storages to recompute, ranges expanded."""
+        return frozenset(site for decision in self.decisions if decision.action == "recompute" for site in expand(decision.site))
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the planned step is the unplanned one."""
+        return not self.recompute_sites
