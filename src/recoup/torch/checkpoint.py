@@ -1,0 +1,166 @@
+"""A drop-in for ``torch.utils.checkpoint.checkpoint`` that replays operations instead of running Python again."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from recoup.errors import CaptureError
+from recoup.graph.site import site_of
+from recoup.torch.capture import Captured, Version
+from recoup.torch.live import LiveSession
+from recoup.torch.private import current_backward, in_functional_transform
+from recoup.torch.traits import Traits
+
+__all__ = ["RegionReport", "checkpoint"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SMALLEST_DROPPED_BYTES = 1024
+_inside = threading.local()
+
+
+class RegionReport:
+    """What one region did; hand one to ``checkpoint(..., report=...)`` to have it filled.
+
+    Attributes:
+        dropped_bytes: bytes of saved tensors that will be recomputed (a storage saved twice counts twice).
+        copied_bytes: bytes copied because the region wrote in place what a replay will read.
+        kept: why what was kept was kept: site to reason.
+    """
+
+    def __init__(self) -> None:
+        self.dropped_bytes = 0
+        self.copied_bytes = 0
+        self.kept: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"RegionReport(dropped_bytes={self.dropped_bytes}, copied_bytes={self.copied_bytes}, kept={self.kept})"
+
+
+def checkpoint(fn: Callable[P, R], *args: P.args, report: RegionReport | None = None, use_reentrant: bool | None = None, **kwargs: P.kwargs) -> R:
+    """Run ``fn(*args, **kwargs)`` and recompute its activations in the backward pass instead of keeping them.
+
+    Unlike ``torch.utils.checkpoint.checkpoint`` the Python of ``fn`` runs once: its operations are captured and
+    replayed, so counters, caches, hooks and batch-norm statistics move once, and random numbers are those of the
+    forward whatever generator they came from. What cannot be replayed safely is kept: results of collectives and of
+    unknown operators, routing decisions, memory filled behind the dispatcher's back, tensors below 1 KiB.
+
+    Args:
+        fn: any callable; its result is returned as it is.
+        report: filled with what was dropped and kept, and why.
+        use_reentrant: accepted, so that existing calls need not change, and not used.
+
+    Raises:
+        ReplayMismatch: in the backward, if something that the recomputation reads has changed since.
+        CaptureError: the region uses a functional transform that forbids saved-tensor hooks.
+    """
+    if not torch.is_grad_enabled() or current_backward() != -1 or getattr(_inside, "region", False):
+        return fn(*args, **kwargs)
+    if in_functional_transform():
+        warnings.warn("recoup.torch.checkpoint inside a torch.func transform recomputes nothing: the transform saves tensors its own way", stacklevel=2)
+        return fn(*args, **kwargs)
+    policy = _Everything(_name(fn), _tensor_names(fn))
+    session = LiveSession(policy)
+    _inside.region = True
+    session.on()
+    try:
+        with session.hooks:
+            return fn(*args, **kwargs)
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error):
+            raise CaptureError(
+                f"{policy.region}: a torch.func transform inside the region forbids saved-tensor hooks ({error}). Call the transform outside of checkpoint()."
+            ) from error
+        raise
+    finally:
+        session.off()
+        _inside.region = False
+        session.close()
+        if report is not None:
+            report.dropped_bytes, report.copied_bytes, report.kept = session.dropped_bytes, session.copied_bytes, policy.reasons
+
+
+class _Everything:
+    """Capture all that can be replayed without having been proven: operators of ATen that are deterministic given their inputs."""
+
+    def __init__(self, region: str, names: Callable[[], dict[int, str]]) -> None:
+        self.region = region
+        self.names = names
+        self.counts: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}
+
+    def wants(self, traits: Traits) -> bool:
+        self.counts[traits.name] += 1
+        return True
+
+    def site(self, traits: Traits) -> str:
+        return site_of(self.region, 0, traits.name, self.counts[traits.name] - 1)
+
+    def keeps(self, op: Captured, place: int, tensor: Tensor) -> str:
+        if op.traits.decision and not tensor.is_floating_point():
+            return "a decision (indices), which must not flip"
+        namespace = getattr(op.func, "namespace", "")
+        if namespace not in ("aten", "prims"):
+            return f"operator of the namespace {namespace!r}: not known to give the same result twice"
+        return ""
+
+    def drops(self, version: Version, tensor: Tensor) -> bool:
+        return version.nbytes >= _SMALLEST_DROPPED_BYTES
+
+    def name(self, tensor: Tensor) -> str:
+        return _LazyName(self, tensor.data_ptr() if tensor.numel() else 0)  # type: ignore[return-value]
+
+    def kept(self, site: str, reason: str) -> None:
+        self.reasons.setdefault(site, reason)
+
+
+class _LazyName:
+    """The name of a tensor, looked for when an error needs it: in the region's module, arguments are called by their shape."""
+
+    __slots__ = ("_pointer", "_policy_names", "_region")
+
+    def __init__(self, policy: _Everything, pointer: int) -> None:
+        self._policy_names = policy.names
+        self._region = policy.region
+        self._pointer = pointer
+
+    def __str__(self) -> str:
+        name = self._policy_names().get(self._pointer)
+        return f"{name} in region {self._region}" if name else f"a tensor read in region {self._region}"
+
+    __format__ = lambda self, spec: format(str(self), spec)  # noqa: E731
+
+
+def _name(fn: object) -> str:
+    if isinstance(fn, torch.nn.Module):
+        return type(fn).__name__
+    return getattr(fn, "__qualname__", None) or type(fn).__name__
+
+
+def _tensor_names(fn: object) -> Callable[[], dict[int, str]]:
+    """A look-up of parameter and buffer names by address, over the modules that ``fn`` is, is bound to, or closes over."""
+    import weakref
+
+    modules = [fn, getattr(fn, "__self__", None), *(_contents(cell) for cell in getattr(fn, "__closure__", None) or ())]
+    refs = [weakref.ref(module) for module in modules if isinstance(module, torch.nn.Module)]
+
+    def look() -> dict[int, str]:
+        found = [module for ref in refs if (module := ref()) is not None]
+        return {tensor.data_ptr(): name for module in found for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+    return look
+
+
+def _contents(cell: object) -> object:
+    try:
+        return cell.cell_contents  # type: ignore[attr-defined]
+    except ValueError:  # the cell is still empty
+        return None

@@ -1,0 +1,292 @@
+"""The live gear: a dispatch mode captures, in every forward, the operations that replays will need.
+
+It assumes nothing about the step. Random state, numbers that change from step to step and the order of operations
+are captured as they come; what a policy does not ask for, and what cannot be replayed, is simply kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from recoup.torch.capture import Argument, Captured, Handle, Version, capture_generator, generator_lock
+from recoup.torch.holding import Held, Leaf
+from recoup.torch.private import below_modes, outer_saved_tensor_hooks
+from recoup.torch.rebuild import Rebuilder
+from recoup.torch.traits import Traits, is_random, traits_of
+from recoup.torch.views import is_plain, layout_of, tensors_in
+
+__all__ = ["LiveSession", "Policy", "Uncapturable"]
+
+
+class Uncapturable(Exception):
+    """An operation cannot be captured; the reason is its text. Never leaves this package."""
+
+
+class Policy(Protocol):
+    """Which operations to capture, and what to call them."""
+
+    def wants(self, traits: Traits) -> bool:
+        """Whether to capture the operation that is about to run; called once for every counted operation, in order."""
+        ...
+
+    def site(self, traits: Traits) -> str:
+        """The name of the operation last asked about."""
+        ...
+
+    def keeps(self, op: Captured, place: int, tensor: Tensor) -> str:
+        """Why an output of a captured operation is to be kept all the same; '' to let it be dropped."""
+        ...
+
+    def drops(self, version: Version, tensor: Tensor) -> bool:
+        """Whether a tensor about to be saved, on a version that could be rebuilt, is to be dropped."""
+        ...
+
+    def name(self, tensor: Tensor) -> str:
+        """What to call a tensor that the region did not make."""
+        ...
+
+    def kept(self, site: str, reason: str) -> None:
+        """Told of everything that was to be captured and could not be."""
+        ...
+
+
+class _Entry:
+    """What is known of one live storage: its current version, the version counters that go with it, its death watch."""
+
+    __slots__ = ("counters", "version", "watch")
+
+    def __init__(self, version: Version, counters: tuple[int, int], watch: weakref.ref[torch.UntypedStorage]) -> None:
+        self.version = version
+        self.counters = counters
+        self.watch = watch
+
+
+class LiveSession:
+    """One forward call under the live gear. Use ``on``/``off`` around the operations to watch; ``close`` when it is over."""
+
+    def __init__(self, policy: Policy, observer: Callable[[Captured], None] | None = None) -> None:
+        self.policy = policy
+        self.rebuilder = Rebuilder(observer)
+        self.outer = outer_saved_tensor_hooks()
+        self.entries: dict[int, _Entry] = {}
+        self.leaves: dict[int, weakref.ref[Leaf]] = {}
+        self.mode = _LiveMode(self)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        self.sequence = 0
+        self.dropped_bytes = 0
+        self.copied_bytes = 0
+
+    # -- what the dispatch mode calls
+
+    def run(self, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run one operation of the forward and capture it if the policy wants it."""
+        traits = traits_of(func)
+        if traits.bookkeeping or traits.view:
+            return func(*args, **kwargs)
+        wanted = self.policy.wants(traits)
+        if traits.mutable:
+            return self._run_writing(func, traits, args, kwargs, wanted)
+        if not wanted:
+            return func(*args, **kwargs)
+        try:
+            op, keys = self._capture(func, traits, args, kwargs)
+        except Uncapturable as reason:
+            self.policy.kept(self.policy.site(traits), str(reason))
+            return func(*args, **kwargs)
+        result = self._call(op, func, args, kwargs)
+        self._register(op, result, keys)
+        return result
+
+    def _run_writing(self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], wanted: bool) -> object:
+        written = [tensor for key in traits.written for tensor in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)]
+        entries: list[tuple[Tensor, _Entry | None]] = []
+        for tensor in written:
+            key = storage_key(tensor)
+            leaf = self.leaves.get(key)
+            if leaf is not None and (found := leaf()) is not None:
+                self.copied_bytes += found.protect()
+                del self.leaves[key]
+            entries.append((tensor, self._entry(tensor, key)))
+        if not any(entry is not None for _, entry in entries):
+            return func(*args, **kwargs)
+        try:
+            if not all(entry is not None for _, entry in entries):
+                raise Uncapturable("it writes a tensor that the region did not make")
+            op, keys = self._capture(func, traits, args, kwargs, writing={storage_key(tensor) for tensor in written})
+        except Uncapturable as reason:
+            self.policy.kept(self.policy.site(traits), str(reason))
+            for tensor, _ in entries:
+                self.entries.pop(storage_key(tensor), None)
+            return func(*args, **kwargs)
+        result = self._call(op, func, args, kwargs)
+        for tensor, entry in entries:
+            if entry is not None:
+                self._write(op, tensor, entry)
+        if wanted:
+            self._register(op, result, keys)
+        return result
+
+    def _write(self, op: Captured, tensor: Tensor, entry: _Entry) -> None:
+        before = entry.version
+        covered = before.covered if before.initialised else min(before.nbytes, before.covered + tensor.numel() * tensor.element_size())
+        version = Version(op, before.site, before.nbytes, covered)
+        op.overwrites.append((before, weakref.ref(version)))
+        entry.version = version
+        # The counter is bumped after this returns, except below ADInplaceOrView, where it is not bumped at all.
+        entry.counters = (tensor._version, tensor._version + 1)
+
+    def _call(self, op: Captured, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if not is_random(func, op.traits, args, kwargs):
+            return func(*args, **kwargs)
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+        # Under the lock no replay in another thread can move the default generator between the look at it and the draw.
+        with generator_lock:
+            op.generator = capture_generator(func, op.traits, args, kwargs, device)
+            return func(*args, **kwargs)
+
+    # -- capturing
+
+    def _capture(
+        self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], writing: set[int] | None = None
+    ) -> tuple[Captured, set[int]]:
+        if traits.refusal:
+            raise Uncapturable(traits.refusal)
+        op = Captured(self.sequence, func, traits, self.policy.site(traits))
+        self.sequence += 1
+        keys: set[int] = set()
+        inputs: dict[int, Version] = {}
+        hidden = self._statistics(traits, args)
+
+        def reference(value: object) -> object:
+            if isinstance(value, Tensor):
+                argument = self._argument(value, keys, writing)
+                if type(argument.source) is Version and not (writing and storage_key(value) in writing):
+                    inputs[id(argument.source)] = argument.source
+                return argument
+            if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+                return [reference(item) for item in value]
+            return value
+
+        op.arguments = tuple(None if place in hidden else reference(value) for place, value in enumerate(args))
+        op.keywords = {name: reference(value) for name, value in kwargs.items()}
+        op.inputs = tuple(inputs.values())
+        return op, keys
+
+    def _statistics(self, traits: Traits, args: tuple[object, ...]) -> tuple[int, ...]:
+        """Places of running statistics in training mode: a replay must neither read nor write them."""
+        if traits.statistics is None:
+            return ()
+        mean, variance, training = traits.statistics
+        return (mean, variance) if training < len(args) and args[training] else ()
+
+    def _argument(self, tensor: Tensor, keys: set[int], writing: set[int] | None) -> Argument:
+        if not is_plain(tensor):
+            raise Uncapturable(f"it reads a {type(tensor).__name__} of layout {tensor.layout}, which has no plain storage")
+        key = storage_key(tensor)
+        keys.add(key)
+        entry = self._entry(tensor, key)
+        if entry is not None and (entry.version.initialised or (writing and key in writing)):
+            return Argument(entry.version, layout_of(tensor))
+        return Argument(self._leaf(tensor, key), layout_of(tensor))
+
+    def _leaf(self, tensor: Tensor, key: int) -> Leaf:
+        ref = self.leaves.get(key)
+        leaf = ref() if ref is not None else None
+        if leaf is None:
+            leaf = Leaf(tensor, key, self.policy.name(tensor), self.outer)
+            self.leaves[key] = weakref.ref(leaf)
+        return leaf
+
+    def _entry(self, tensor: Tensor, key: int) -> _Entry | None:
+        """What is known of the tensor's storage; nothing, if it has been written where nobody saw it."""
+        entry = self.entries.get(key)
+        if entry is not None and tensor._version not in entry.counters:
+            del self.entries[key]
+            return None
+        return entry
+
+    def _register(self, op: Captured, result: object, keys: set[int]) -> None:
+        """Make a version for every fresh storage among the results."""
+        for place, tensor in enumerate(tensors_in(result)):
+            if not is_plain(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in keys:
+                continue
+            keys.add(key)
+            reason = self.policy.keeps(op, place, tensor)
+            if reason:
+                self.policy.kept(f"{op.site}:{place}" if place else op.site, reason)
+                continue
+            nbytes = storage.nbytes()
+            version = Version(op, f"{op.site}:{place}" if place else op.site, nbytes, 0 if op.traits.uninitialised else nbytes)
+            op.outputs.append((place, weakref.ref(version)))
+            # The closure must not hold the session: a storage that outlives the step would keep it alive.
+            watch = weakref.ref(storage, lambda _, entries=self.entries, key=key: entries.pop(key, None) and None)
+            self.entries[key] = _Entry(version, (tensor._version, tensor._version), watch)
+
+    # -- saved tensors
+
+    def pack(self, tensor: Tensor) -> Held | Handle:
+        """Called by autograd for every tensor it saves."""
+        if is_plain(tensor):
+            entry = self._entry(tensor, storage_key(tensor))
+            if entry is not None and entry.version.initialised and self.policy.drops(entry.version, tensor):
+                self.dropped_bytes += entry.version.nbytes
+                return self.rebuilder.drop(entry.version, layout_of(tensor))
+        return Held(tensor, self.policy.name(tensor), self.outer)
+
+    # -- switching
+
+    def on(self) -> None:
+        """Start capturing in this thread, below the dispatch modes that are active, so that what they change is seen changed."""
+        above = [_pop_mode() for _ in range(below_modes())]
+        _push_mode(self.mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def off(self) -> None:
+        """Stop capturing in this thread."""
+        above: list[TorchDispatchMode] = []
+        while below_modes() > 0:
+            mode = _pop_mode()
+            if mode is self.mode:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def close(self) -> None:
+        """The forward is over: forget the live storages; what the backward needs hangs on autograd's handles."""
+        self.entries.clear()
+        self.leaves.clear()
+
+
+class _LiveMode(TorchDispatchMode):
+    def __init__(self, session: LiveSession) -> None:
+        super().__init__()
+        self._session = weakref.ref(session)
+
+    def __torch_dispatch__(self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None) -> object:
+        session = self._session()
+        assert session is not None
+        return session.run(func, args, kwargs or {})
+
+
+def unpack(packed: Held | Handle) -> Tensor:
+    """Called by autograd for every saved tensor that the backward reads."""
+    if type(packed) is Handle:
+        return packed.rebuilder.tensor(packed)
+    return packed.get()  # type: ignore[union-attr]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage while it lives."""
+    return tensor.untyped_storage()._cdata
