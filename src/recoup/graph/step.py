@@ -144,6 +144,7 @@ class StepGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         step_seconds: median time of the unrecorded step.
         measured_peak_bytes: the peak that the allocator saw, resident bytes included; None if not measured.
         blocks: module paths of the repeated blocks, in order (what "every block" means).
+        root_calls: how many outermost calls of the model's modules the step makes.
     """
 
     ops: tuple[Op, ...]
@@ -159,6 +160,7 @@ class StepGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     step_seconds: float = 0.0
     measured_peak_bytes: int | None = None
     blocks: tuple[str, ...] = ()
+    root_calls: int = 1
 
     @cached_property
     def resident_bytes(self) -> int:

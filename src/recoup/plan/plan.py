@@ -54,6 +54,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         bound_seconds: no plan for this budget, graph and executor (each operation replayed at most once) takes less time.
         gap: ``(step_seconds - bound_seconds) / bound_seconds``; 0 is proven optimal.
         solve_seconds: time the solver took.
+        root_calls: how many outermost calls of the model's modules one step makes.
+        watch: module calls (``path`` or ``path@call``, ranges collapsed) in which other modules' dropped storages are written in place.
         decisions: what is decided, in the order of the step.
     """
 
@@ -72,6 +74,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     bound_seconds: float = 0.0
     gap: float | None = None
     solve_seconds: float = 0.0
+    root_calls: int = 1
+    watch: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
     @cached_property

@@ -15,6 +15,7 @@ from recoup.errors import CaptureError
 from recoup.graph.site import site_of
 from recoup.torch.capture import Captured, Version
 from recoup.torch.live import LiveSession
+from recoup.torch.naming import LazyName, tensor_names
 from recoup.torch.private import current_backward, in_functional_transform
 from recoup.torch.traits import Traits
 
@@ -67,7 +68,7 @@ def checkpoint(fn: Callable[P, R], *args: P.args, report: RegionReport | None = 
     if in_functional_transform():
         warnings.warn("recoup.torch.checkpoint inside a torch.func transform recomputes nothing: the transform saves tensors its own way", stacklevel=2)
         return fn(*args, **kwargs)
-    policy = _Everything(_name(fn), _tensor_names(fn))
+    policy = _Everything(_name(fn), tensor_names(_modules_of(fn)))
     session = LiveSession(policy)
     _inside.region = True
     session.on()
@@ -115,28 +116,11 @@ class _Everything:
     def drops(self, version: Version, tensor: Tensor) -> bool:
         return version.nbytes >= _SMALLEST_DROPPED_BYTES
 
-    def name(self, tensor: Tensor) -> str:
-        return _LazyName(self, tensor.data_ptr() if tensor.numel() else 0)  # type: ignore[return-value]
+    def name(self, tensor: Tensor) -> LazyName:
+        return LazyName(self.names, f"region {self.region}", tensor)
 
     def kept(self, site: str, reason: str) -> None:
         self.reasons.setdefault(site, reason)
-
-
-class _LazyName:
-    """The name of a tensor, looked for when an error needs it: in the region's module, arguments are called by their shape."""
-
-    __slots__ = ("_pointer", "_policy_names", "_region")
-
-    def __init__(self, policy: _Everything, pointer: int) -> None:
-        self._policy_names = policy.names
-        self._region = policy.region
-        self._pointer = pointer
-
-    def __str__(self) -> str:
-        name = self._policy_names().get(self._pointer)
-        return f"{name} in region {self._region}" if name else f"a tensor read in region {self._region}"
-
-    __format__ = lambda self, spec: format(str(self), spec)  # noqa: E731
 
 
 def _name(fn: object) -> str:
@@ -145,18 +129,10 @@ def _name(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__name__
 
 
-def _tensor_names(fn: object) -> Callable[[], dict[int, str]]:
-    """A look-up of parameter and buffer names by address, over the modules that ``fn`` is, is bound to, or closes over."""
-    import weakref
-
-    modules = [fn, getattr(fn, "__self__", None), *(_contents(cell) for cell in getattr(fn, "__closure__", None) or ())]
-    refs = [weakref.ref(module) for module in modules if isinstance(module, torch.nn.Module)]
-
-    def look() -> dict[int, str]:
-        found = [module for ref in refs if (module := ref()) is not None]
-        return {tensor.data_ptr(): name for module in found for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-
-    return look
+def _modules_of(fn: object) -> list[torch.nn.Module]:
+    """The modules that a function is, is bound to, or closes over."""
+    candidates = [fn, getattr(fn, "__self__", None), *(_contents(cell) for cell in getattr(fn, "__closure__", None) or ())]
+    return [candidate for candidate in candidates if isinstance(candidate, torch.nn.Module)]
 
 
 def _contents(cell: object) -> object:

@@ -22,7 +22,7 @@ class Held:
 
     __slots__ = ("name", "packed", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None = None) -> None:
+    def __init__(self, tensor: Tensor, name: object, hooks: Hooks | None = None) -> None:
         self.name = name
         self.version = tensor._version
         self.unpack: Callable[[object], Tensor] | None = None
@@ -61,7 +61,7 @@ class Leaf:
 
     __slots__ = ("__weakref__", "base", "held", "key", "name", "nbytes", "source")
 
-    def __init__(self, tensor: Tensor, key: int, name: str, hooks: Hooks | None) -> None:
+    def __init__(self, tensor: Tensor, key: int, name: object, hooks: Hooks | None) -> None:
         self.key = key
         self.name = name
         self.nbytes = tensor.untyped_storage().nbytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from recoup.torch.capture import Argument, Captured, Handle, Version, capture_generator, generator_lock
 from recoup.torch.holding import Held, Leaf
 from recoup.torch.private import below_modes, outer_saved_tensor_hooks
-from recoup.torch.rebuild import Rebuilder
+from recoup.torch.rebuild import Rebuilder, draw
 from recoup.torch.traits import Traits, is_random, traits_of
-from recoup.torch.views import is_plain, layout_of, tensors_in
+from recoup.torch.views import Layout, is_plain, layout_of, tensors_in
 
 __all__ = ["LiveSession", "Policy", "Uncapturable"]
+
+
+UNFILLED = "memory that no operation the dispatcher sees has filled"
 
 
 class Uncapturable(Exception):
@@ -47,7 +50,7 @@ class Policy(Protocol):
         """Whether a tensor about to be saved, on a version that could be rebuilt, is to be dropped."""
         ...
 
-    def name(self, tensor: Tensor) -> str:
+    def name(self, tensor: Tensor) -> object:
         """What to call a tensor that the region did not make."""
         ...
 
@@ -67,6 +70,14 @@ class _Entry:
         self.watch = watch
 
 
+class _Seen(NamedTuple):
+    """While one operation is captured: the storages it was given, the versions it reads, the storages it writes."""
+
+    keys: set[int]
+    inputs: dict[int, Version]
+    writing: set[int]
+
+
 class LiveSession:
     """One forward call under the live gear. Use ``on``/``off`` around the operations to watch; ``close`` when it is over."""
 
@@ -77,8 +88,8 @@ class LiveSession:
         self.entries: dict[int, _Entry] = {}
         self.leaves: dict[int, weakref.ref[Leaf]] = {}
         self.mode = _LiveMode(self)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         self.sequence = 0
+        self.packs: list[tuple[Version | Held, Layout]] | None = None  # filled when a static program is to be made of this call
         self.dropped_bytes = 0
         self.copied_bytes = 0
 
@@ -120,9 +131,10 @@ class LiveSession:
                 raise Uncapturable("it writes a tensor that the region did not make")
             op, keys = self._capture(func, traits, args, kwargs, writing={storage_key(tensor) for tensor in written})
         except Uncapturable as reason:
-            self.policy.kept(self.policy.site(traits), str(reason))
-            for tensor, _ in entries:
-                self.entries.pop(storage_key(tensor), None)
+            for tensor, entry in entries:
+                if entry is not None:
+                    self.policy.kept(entry.version.site, f"{self.policy.site(traits)} writes it in place: {reason}")
+                    self.entries.pop(storage_key(tensor), None)
             return func(*args, **kwargs)
         result = self._call(op, func, args, kwargs)
         for tensor, entry in entries:
@@ -148,7 +160,7 @@ class LiveSession:
         # Under the lock no replay in another thread can move the default generator between the look at it and the draw.
         with generator_lock:
             op.generator = capture_generator(func, op.traits, args, kwargs, device)
-            return func(*args, **kwargs)
+            return draw(op, args, kwargs)
 
     # -- capturing
 
@@ -159,24 +171,19 @@ class LiveSession:
             raise Uncapturable(traits.refusal)
         op = Captured(self.sequence, func, traits, self.policy.site(traits))
         self.sequence += 1
-        keys: set[int] = set()
-        inputs: dict[int, Version] = {}
+        seen = _Seen(set(), {}, writing or set())
         hidden = self._statistics(traits, args)
+        op.arguments = tuple(None if place in hidden else self._reference(value, seen) for place, value in enumerate(args))
+        op.keywords = {name: self._reference(value, seen) for name, value in kwargs.items()}
+        op.inputs = tuple(seen.inputs.values())
+        return op, seen.keys
 
-        def reference(value: object) -> object:
-            if isinstance(value, Tensor):
-                argument = self._argument(value, keys, writing)
-                if type(argument.source) is Version and not (writing and storage_key(value) in writing):
-                    inputs[id(argument.source)] = argument.source
-                return argument
-            if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-                return [reference(item) for item in value]
-            return value
-
-        op.arguments = tuple(None if place in hidden else reference(value) for place, value in enumerate(args))
-        op.keywords = {name: reference(value) for name, value in kwargs.items()}
-        op.inputs = tuple(inputs.values())
-        return op, keys
+    def _reference(self, value: object, seen: _Seen) -> object:
+        if isinstance(value, Tensor):
+            return self._argument(value, seen)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return [self._reference(item, seen) for item in value]
+        return value
 
     def _statistics(self, traits: Traits, args: tuple[object, ...]) -> tuple[int, ...]:
         """Places of running statistics in training mode: a replay must neither read nor write them."""
@@ -185,14 +192,19 @@ class LiveSession:
         mean, variance, training = traits.statistics
         return (mean, variance) if training < len(args) and args[training] else ()
 
-    def _argument(self, tensor: Tensor, keys: set[int], writing: set[int] | None) -> Argument:
+    def _argument(self, tensor: Tensor, seen: _Seen) -> Argument:
         if not is_plain(tensor):
             raise Uncapturable(f"it reads a {type(tensor).__name__} of layout {tensor.layout}, which has no plain storage")
         key = storage_key(tensor)
-        keys.add(key)
+        seen.keys.add(key)
         entry = self._entry(tensor, key)
-        if entry is not None and (entry.version.initialised or (writing and key in writing)):
-            return Argument(entry.version, layout_of(tensor))
+        if entry is not None:
+            written = key in seen.writing
+            if entry.version.initialised or written:
+                if not written:
+                    seen.inputs[id(entry.version)] = entry.version
+                return Argument(entry.version, layout_of(tensor))
+            self.policy.kept(entry.version.site, UNFILLED)
         return Argument(self._leaf(tensor, key), layout_of(tensor))
 
     def _leaf(self, tensor: Tensor, key: int) -> Leaf:
@@ -234,14 +246,27 @@ class LiveSession:
 
     # -- saved tensors
 
+    @property
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Hooks to enter around the forward; made anew, since a session that held them would be a reference cycle."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+
     def pack(self, tensor: Tensor) -> Held | Handle:
         """Called by autograd for every tensor it saves."""
         if is_plain(tensor):
             entry = self._entry(tensor, storage_key(tensor))
-            if entry is not None and entry.version.initialised and self.policy.drops(entry.version, tensor):
+            if entry is not None and not entry.version.initialised:
+                self.policy.kept(entry.version.site, UNFILLED)
+            elif entry is not None and self.policy.drops(entry.version, tensor):
                 self.dropped_bytes += entry.version.nbytes
-                return self.rebuilder.drop(entry.version, layout_of(tensor))
-        return Held(tensor, self.policy.name(tensor), self.outer)
+                layout = layout_of(tensor)
+                if self.packs is not None:
+                    self.packs.append((entry.version, layout))
+                return self.rebuilder.drop(entry.version, layout)
+        held = Held(tensor, self.policy.name(tensor), self.outer)
+        if self.packs is not None:
+            self.packs.append((held, Layout(tensor.shape, (), 0, tensor.dtype)))
+        return held
 
     # -- switching
 
@@ -267,6 +292,7 @@ class LiveSession:
         """The forward is over: forget the live storages; what the backward needs hangs on autograd's handles."""
         self.entries.clear()
         self.leaves.clear()
+        self.packs = None
 
 
 class _LiveMode(TorchDispatchMode):

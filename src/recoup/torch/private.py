@@ -13,10 +13,13 @@ from torch import Tensor
 
 __all__ = [
     "TESTED_TORCH",
+    "below_backward",
     "below_modes",
     "call_at_end_of_backward",
     "current_backward",
     "in_functional_transform",
+    "is_faking",
+    "keeps_graph",
     "outer_saved_tensor_hooks",
     "self_test",
     "shared_alias",
@@ -32,9 +35,30 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass under way was asked to retain the graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have the autograd engine call back when the backward pass under way is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore
+
+
+def below_backward() -> bool:
+    """Whether this thread is inside of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_faking() -> bool:
+    """Whether operations do not really run: under a fake-tensor mode, a proxy mode or a functional transform."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and (
+        torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    )
 
 
 def in_functional_transform() -> bool:

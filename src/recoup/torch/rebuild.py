@@ -27,7 +27,7 @@ from recoup.torch.holding import Held
 from recoup.torch.private import below_modes, call_at_end_of_backward, current_backward
 from recoup.torch.views import anchor, lay, tensors_in
 
-__all__ = ["Rebuilder", "replay"]
+__all__ = ["Rebuilder", "draw", "replay"]
 
 
 class Rebuilder:
@@ -211,6 +211,24 @@ def run(op: Captured, arguments: tuple[object, ...], keywords: dict[str, object]
             return op.func(*arguments, **keywords)
         finally:
             generator.set_state(before)
+
+
+def draw(op: Captured, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+    """Run a random operation of the forward, its generator's state just captured, on the numbers that a replay will draw.
+
+    Another thread may draw from the default generator between the capture and the draw, and no lock of ours stops it.
+    So where the operation takes a generator it gets one of its own, and the default one is moved on behind it.
+    """
+    state = op.generator
+    assert state is not None
+    given = keywords.get(state.argument) if state.place >= len(arguments) else arguments[state.place]
+    if not state.argument or state.device.type != "cpu" or given is not None:
+        return op.func(*arguments, **keywords)
+    private = torch.Generator(state.device)
+    private.set_state(state.state)
+    result = op.func(*_with_generator(arguments, state, private), **_keyword_generator(keywords, arguments, state, private))
+    default_generator(state.device).set_state(private.get_state())
+    return result
 
 
 def _with_generator(arguments: tuple[object, ...], state: GeneratorState, generator: torch.Generator) -> tuple[object, ...]:

@@ -1,0 +1,48 @@
+# make demo   plan, apply and verify a small GPT-2, and draw its frontier into out/
+# make test   the test suite
+# make lint   style, types and the floors of the house
+# Each makes .venv first if there is none; only CPython 3.11 or later and git are needed.
+
+PYTHON ?= python3
+# Development pins one torch, so that recorded graphs and plan files compare from machine to machine; the package itself
+# accepts a range (see pyproject.toml). The CPU build does: where pip offers several builds, set
+# TORCH=torch==2.13.0+cpu and let pip's configuration name the index that holds it.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+STAMP := .venv/.recoup-installed
+DEMO := benchmarks/workloads/gpt2.py:workload
+DEMO_SIZES := --set layers=4 --set width=128 --set sequence=128
+
+.DEFAULT_GOAL := test
+.PHONY: demo test lint format clean
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,dev,report,transformers]'
+	touch $@
+
+demo: $(STAMP)
+	@mkdir -p out
+	@echo "== Fit a small GPT-2 into 60% of its unplanned peak: record, solve, apply, verify"
+	$(BIN)/recoup fit $(DEMO) $(DEMO_SIZES) --budget 60% -o out/gpt2.plan.json --force
+	@echo "== What the plan says"
+	$(BIN)/recoup show out/gpt2.plan.json
+	@echo "== Peak against time for all strategies, two points measured"
+	$(BIN)/recoup frontier $(DEMO) $(DEMO_SIZES) --measure 2 --figure out/frontier.png --csv out/frontier.csv --force
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

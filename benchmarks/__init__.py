@@ -1,0 +1,1 @@
+"""Reference workloads, and what they are measured by: budgets, peers, overheads."""

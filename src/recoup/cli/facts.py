@@ -1,0 +1,70 @@
+"""Results as JSON values, for ``--format json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from recoup.graph.peak import peak_bytes
+from recoup.graph.step import StepGraph
+
+if TYPE_CHECKING:
+    from recoup.report.text import Checked, Verified
+    from recoup.solve import FrontierPoint
+
+__all__ = ["POINT_FIELDS", "check_facts", "graph_facts", "point_facts", "verification_facts"]
+
+POINT_FIELDS = (
+    "strategy",
+    "gear",
+    "budget_bytes",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "step_seconds",
+    "relative_time",
+    "gap",
+    "feasible",
+)
+_VERIFICATION_FIELDS = (
+    "passed",
+    "peak_bytes",
+    "predicted_peak_bytes",
+    "unplanned_peak_bytes",
+    "step_seconds",
+    "unplanned_step_seconds",
+    "relative_time",
+)
+
+
+def graph_facts(graph: StepGraph) -> dict[str, Any]:
+    """A graph in a few numbers."""
+    return {
+        "name": graph.name,
+        "frontend": graph.frontend,
+        "device": graph.device,
+        "fingerprint": graph.fingerprint,
+        "signature": graph.signature,
+        "operations": len(graph.ops),
+        "storages": len(graph.storages),
+        "saves": len(graph.saves),
+        "blocks": list(graph.blocks),
+        "peak_bytes": peak_bytes(graph),
+        "measured_peak_bytes": graph.measured_peak_bytes,
+        "resident_bytes": graph.resident_bytes,
+        "step_seconds": graph.step_seconds,
+    }
+
+
+def point_facts(point: FrontierPoint) -> dict[str, Any]:
+    """One point of a frontier."""
+    return {name: getattr(point, name) for name in POINT_FIELDS}
+
+
+def check_facts(checks: Sequence[Checked]) -> list[dict[str, Any]]:
+    """Checks with their verdicts."""
+    return [{"name": check.name, "passed": check.passed, "detail": check.detail} for check in checks]
+
+
+def verification_facts(verification: Verified) -> dict[str, Any]:
+    """A verification, its checks included."""
+    return {name: getattr(verification, name) for name in _VERIFICATION_FIELDS} | {"checks": check_facts(verification.checks)}

@@ -1,0 +1,116 @@
+"""``fit``: record, solve, apply and verify in one call, with the loop closed: what the allocator says goes back into the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+
+import recoup.torch
+from recoup.errors import VerifyFailure
+from recoup.graph import StepGraph
+from recoup.plan import Plan
+from recoup.simulate import simulate
+from recoup.solve import solve
+from recoup.solve.strategy import Strategy
+from recoup.torch import Applied, Report
+from recoup.torch.free import free_bytes
+from recoup.units import Budget, format_bytes, parse_budget
+from recoup.verify import Verification, verify
+
+__all__ = ["Fitted", "fit"]
+
+Progress = Callable[[int, int, str], None]
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A plan that has been found, applied and proven.
+
+    Attributes:
+        plan: what is applied.
+        graph: the recorded step.
+        verification: what was compared and measured.
+        applied: the plan at work on the model.
+    """
+
+    plan: Plan
+    graph: StepGraph
+    verification: Verification
+    applied: Applied
+
+    def report(self) -> Report:
+        """What the applied plan has done so far."""
+        return self.applied.report()
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        self.applied.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+def fit(
+    model: torch.nn.Module,
+    step: Callable[[], object],
+    budget: str | int | Budget,
+    *,
+    strategy: str | Strategy = "optimal",
+    gear: str = "auto",
+    steps: int = 2,
+    name: str = "step",
+    progress: Progress | None = None,
+) -> Fitted:
+    """Find the fastest way to run this step within the budget, apply it to the model, and prove it.
+
+    Args:
+        model: the model, which is not modified; the plan works on its calls until ``remove()``.
+        step: one training step without arguments; its state is put back.
+        budget: of the whole step's peak: ``"6GiB"``, ``"60%"`` of the unplanned peak, ``"auto"``, or bytes.
+        strategy: ``optimal``, or a named strategy.
+        gear: ``live``, ``static``, or ``auto`` for the one that is faster by the simulation.
+        steps: how many steps are compared, planned with unplanned.
+        progress: called with what is done, of how much, and a text.
+
+    Raises:
+        InfeasibleBudget: nothing found fits; the error carries the least peak that does.
+        VerifyFailure: the planned step differs from the unplanned one, or stays above the budget after corrections.
+        CaptureError: the step cannot be recorded.
+        UsageError: the budget or an option cannot be understood.
+    """
+    wanted = parse_budget(budget)
+    tell = progress or (lambda done, total, text: None)
+    graph = recoup.torch.record(step, model=model, name=name, progress=progress)
+    # Resolved once: a corrected graph has a higher unplanned peak, which must not raise a budget given as a share of it.
+    budget_bytes = wanted.resolve(simulate(graph).peak_bytes, free_bytes(model) if wanted.kind == "auto" else None)
+    for _ in range(_ROUNDS):
+        tell(0, 1, "solving")
+        plan = solve(graph, budget_bytes, strategy=strategy, gear=gear)
+        verification = verify(model, step, plan, steps=steps, progress=progress)
+        excess = (verification.peak_bytes or 0) - plan.peak_bytes
+        if (verification.peak_bytes or 0) <= plan.budget_bytes or excess <= 0:
+            break
+        # The allocator saw more than the graph knows of: from now on every moment counts as that much higher.
+        tell(0, 1, f"the measured peak is {format_bytes(excess)} above the prediction; correcting the graph and solving again")
+        graph = with_scratch(graph, excess)
+    verification.raise_if_failed()
+    if verification.peak_bytes is not None and plan.budget_bytes and verification.peak_bytes > plan.budget_bytes:
+        raise VerifyFailure(
+            f"after {_ROUNDS} corrections the measured peak is {format_bytes(verification.peak_bytes)}, above the budget of "
+            f"{format_bytes(plan.budget_bytes)}; give a budget that is larger by the difference"
+        )
+    return Fitted(plan, graph, verification, recoup.torch.apply(model, plan))
+
+
+def with_scratch(graph: StepGraph, count: int) -> StepGraph:
+    """The graph with that many bytes more at every moment."""
+    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=op.scratch_bytes + count) for op in graph.ops))

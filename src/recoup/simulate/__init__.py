@@ -1,0 +1,9 @@
+"""The judge: replays any plan on a step graph and says peak bytes, the timeline and seconds.
+
+No solver's own objective is ever reported, and no plan leaves a solver unsimulated.
+"""
+
+from recoup.simulate.judge import plan_ids, simulate, simulate_plan, violations
+from recoup.simulate.result import Moment, Simulation, attribution
+
+__all__ = ["Moment", "Simulation", "attribution", "plan_ids", "simulate", "simulate_plan", "violations"]

@@ -1,0 +1,264 @@
+"""Simulation of a plan on a step graph, exactly as the executor runs it.
+
+Rules:
+
+1. A storage is alive during operation ``i`` if and only if ``born <= i < dies``.
+2. A dropped storage's original lives ``[born, unheld_dies)``; copies of it are rebuilt in the backward
+   (``recoup.simulate.backward``).
+3. A kept activation that a replay may read (a *leaf*) lives until the last save is released whose recipe holds it.
+4. The peak is the largest of all recorded operations (alive bytes, copies, scratch) and all replayed operations
+   (alive across the gap, copies, fresh outputs, scratch).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recoup.errors import PlanMismatch
+from recoup.graph import StepGraph
+from recoup.plan import LIVE, Capabilities, Plan
+from recoup.plan.capabilities import capabilities
+from recoup.simulate.backward import NEVER, Replayed, run_backward
+from recoup.simulate.index import Replays, replays
+from recoup.simulate.result import GENERATORS, SCRATCH, Moment, Simulation, State
+
+GENERATOR_STATE_BYTES = 5056
+"""What PyTorch's CPU generator hands out as its state; those of other devices are smaller."""
+
+__all__ = ["Run", "alive_bytes", "plan_ids", "run", "simulate", "simulate_plan", "violations"]
+
+
+def simulate(graph: StepGraph, recompute: frozenset[int] = frozenset(), executor: Capabilities = LIVE) -> Simulation:
+    """The step with the storages ``recompute`` dropped and rebuilt in the backward; bytes and seconds.
+
+    Raises:
+        PlanMismatch: the executor cannot run it; the message is the first of :func:`violations`.
+    """
+    found = violations(graph, recompute, executor)
+    if found:
+        raise PlanMismatch(found[0])
+    return run(graph, recompute).simulation(executor)
+
+
+def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
+    """A plan on the graph it was made for, with the executor of its gear.
+
+    Raises:
+        PlanMismatch: the plan names a site that the graph does not have, or what its executor cannot run.
+    """
+    return simulate(graph, plan_ids(graph, plan), capabilities(plan.gear))
+
+
+def plan_ids(graph: StepGraph, plan: Plan) -> frozenset[int]:
+    """The ids of the storages that a plan drops.
+
+    Raises:
+        PlanMismatch: the plan names a site that the graph does not have.
+    """
+    by_site = {storage.site: storage.id for storage in graph.storages if storage.kind == "activation" and storage.site}
+    missing = sorted(site for site in plan.recompute_sites if site not in by_site)
+    if missing:
+        raise PlanMismatch(
+            f"the plan recomputes {missing[0]}, which the step {graph.name!r} does not have"
+            f" ({len(missing)} of {len(plan.recompute_sites)} sites are missing); record the step and solve again"
+        )
+    return frozenset(by_site[site] for site in plan.recompute_sites)
+
+
+def violations(graph: StepGraph, recompute: frozenset[int], executor: Capabilities = LIVE) -> tuple[str, ...]:
+    """What the executor cannot run of this choice, one sentence each; empty if it can run it all."""
+    index, found = replays(graph), []
+    sound: list[int] = []
+    for v in sorted(recompute):
+        if not 0 <= v < len(graph.storages):
+            found.append(f"storage {v} is not in the step {graph.name!r}")
+            continue
+        storage = graph.storages[v]
+        name = storage.site or f"storage {v}"
+        if storage.kind != "activation":
+            found.append(f"{name} is a {storage.kind}, not an activation, and cannot be recomputed")
+        elif storage.replayable or storage.producer is None:
+            found.append(f"{name} cannot be recomputed: {storage.replayable or 'nothing produced it'}")
+        else:
+            sound.append(v)
+    for v in sound:
+        found.extend(_refusals(index, v, recompute, executor))
+    return tuple(found)
+
+
+def _refusals(index: Replays, v: int, recompute: frozenset[int], executor: Capabilities) -> list[str]:
+    graph, found = index.graph, []
+    if not executor.replays_random:
+        found.extend(
+            f"{graph.storages[v].site} cannot be recomputed in the {executor.name} gear: {graph.ops[op].site} is random"
+            for op in index.ops_of[v]
+            if "random" in graph.ops[op].flags
+        )
+    if not executor.keeps_unsaved:
+        found.extend(
+            f"{graph.storages[v].site} cannot be recomputed in the {executor.name} gear:"
+            f" it reads {graph.storages[u].site or f'storage {u}'}, which autograd does not save"
+            for u in index.inputs_of[v]
+            if u not in recompute and not index.saves_of[u] and graph.storages[u].kind in ("activation", "outside")
+        )
+    return found
+
+
+def run(graph: StepGraph, recompute: frozenset[int]) -> Run:
+    """The simulated lives, without checking that an executor can run them (solvers check beforehand)."""
+    return Run(replays(graph), recompute)
+
+
+class Run:
+    """The lives of all storages and copies under one choice."""
+
+    def __init__(self, index: Replays, recompute: frozenset[int]) -> None:
+        self.index = index
+        self.recompute = recompute
+        self.ends = _ends(index, recompute)
+        self.replayed: Replayed = run_backward(index, recompute)
+        self.bytes_at, self.moments = self._timeline()
+
+    def _timeline(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        index, count = self.index, self.index.count
+        during, across = alive_bytes(index, self.ends)
+        copies = np.zeros(count + 1, dtype=np.int64)
+        for copy in self.replayed.copies:
+            end = min(copy.until, count)
+            if end > copy.gap:
+                copies[copy.gap] += index.bytes[copy.storage]
+                copies[end] -= index.bytes[copy.storage]
+        states = self._generator_states()
+        at = during + np.cumsum(copies)[:count] + index.scratch + states
+        moments = np.full(count, -1, dtype=np.int64)
+        for number, (gap, live) in enumerate(zip(self.replayed.gaps, self.replayed.live, strict=True)):
+            # A backward may unpack after the last operation; its replays count with that operation.
+            place = min(gap, count - 1)
+            total = int(across[gap]) + live + int(states[place])
+            if total > at[place]:
+                at[place], moments[place] = total, number
+        return at, moments
+
+    def _generator_states(self) -> NDArray[np.int64]:
+        """Bytes of captured generator states at each operation: each stands from its draw on (to the end, which is no less than the truth)."""
+        states = np.zeros(self.index.count, dtype=np.int64)
+        for op in self.index.closure_ops(self.recompute) if self.recompute else ():
+            if "random" in self.index.graph.ops[op].flags:
+                states[op:] += GENERATOR_STATE_BYTES
+        return states
+
+    def moment(self, at: int) -> Moment:
+        """The moment at which ``bytes_at[at]`` stands."""
+        number = int(self.moments[at])
+        return Moment(at, None, at) if number < 0 else Moment(at, number, self.replayed.ops[number])
+
+    def live(self, moment: Moment) -> tuple[list[int], list[int]]:
+        """Recorded storages and copies alive at a moment."""
+        index = self.index
+        if moment.replay is None:
+            alive = np.flatnonzero((index.born <= moment.at) & (self.ends > moment.at))
+        else:
+            gap = self.replayed.gaps[moment.replay]
+            alive = np.flatnonzero((index.born < gap) & (self.ends > gap))
+        return alive.tolist(), self._copies(moment)
+
+    def _copies(self, moment: Moment) -> list[int]:
+        copies = self.replayed.copies
+        if moment.replay is None:
+            return [copy.storage for copy in copies if copy.gap <= moment.at < copy.until]
+        number, gap = moment.replay, self.replayed.gaps[moment.replay]
+        return [copy.storage for copy in copies if copy.first <= number < copy.last and (copy.last < NEVER or copy.until > gap)]
+
+    def seconds(self, executor: Capabilities) -> float:
+        """Time of the step: its own, the replays' and the executor's overheads."""
+        index = self.index
+        ops = index.graph.ops
+        total = index.base_seconds + sum(ops[op].seconds + executor.replay_seconds for op in self.replayed.ops)
+        if self.recompute:
+            frames = {index.frame_of[op] for op in index.closure_ops(self.recompute)}
+            total += executor.capture_seconds * sum(index.frame_ops.get(frame, 0) for frame in frames)
+            total += executor.pack_seconds * len(index.graph.saves)
+        return total
+
+    def simulation(self, executor: Capabilities) -> Simulation:
+        """The result as data."""
+        graph = self.index.graph
+        peak_at = int(self.bytes_at.argmax()) if len(self.bytes_at) else 0
+        moment = self.moment(peak_at) if len(self.bytes_at) else Moment(0, None, -1)
+        made = sum(self.index.bytes[v] for op in self.replayed.ops for v in self.index.produced[op] if v in self.recompute)
+        return Simulation(
+            peak_bytes=int(self.bytes_at[peak_at]) if len(self.bytes_at) else graph.resident_bytes,
+            peak_op=moment.op,
+            peak_site=graph.ops[moment.op].site if moment.op >= 0 else "",
+            peak_in_replay=moment.replay is not None,
+            peak_moment=moment,
+            step_seconds=self.seconds(executor),
+            replayed_ops=len(self.replayed.ops),
+            recomputed_bytes=made,
+            bytes_at=self.bytes_at,
+            live_at_peak=self._described(moment),
+            moments=self.moments,
+        )
+
+    def _described(self, moment: Moment) -> tuple[tuple[int, int, State], ...]:
+        index, graph = self.index, self.index.graph
+        recorded, copies = self.live(moment)
+        found: list[tuple[int, int, State]] = [(v, index.bytes[v], self._state(v, moment.at)) for v in recorded]
+        found.extend((v, index.bytes[v], "recomputed") for v in copies)
+        scratch = graph.ops[moment.op].scratch_bytes if moment.op >= 0 else 0
+        if scratch:
+            found.append((SCRATCH, scratch, "scratch"))
+        states = int(self._generator_states()[moment.at]) if self.index.count else 0
+        if states:
+            found.append((GENERATORS, states, "kept for replay"))
+        return tuple(found)
+
+    def _state(self, v: int, at: int) -> State:
+        storage = self.index.graph.storages[v]
+        if storage.born < 0:
+            return "resident"
+        producer = storage.producer
+        if storage.kind != "activation" or producer is None or self.index.graph.ops[producer].phase != "forward":
+            return "gradient or temporary"
+        return "activation" if at < storage.dies else "kept for replay"
+
+
+def _ends(index: Replays, recompute: frozenset[int]) -> NDArray[np.int64]:
+    """The gap at which each recorded storage dies under this choice, leaves extended."""
+    ends = index.dies.copy()
+    for v in recompute:
+        ends[v] = index.unheld[v]
+    # A storage's recipe is held until the latest save below it; visiting the latest first settles each storage once.
+    roots = sorted((v for v in recompute if index.released[v] >= 0), key=lambda v: -index.released[v])
+    seen: set[int] = set()
+    for root in roots:
+        until = min(index.released[root], index.count)
+        stack = [] if root in seen else [root]
+        seen.add(root)
+        while stack:
+            for u in index.inputs_of[stack.pop()]:
+                if u in seen:
+                    continue
+                seen.add(u)
+                if u in recompute:
+                    stack.append(u)
+                elif index.is_activation[u] and ends[u] < until:
+                    ends[u] = until
+    return ends
+
+
+def alive_bytes(index: Replays, ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Recorded bytes alive during each operation, and across each gap."""
+    count = index.count
+    during = np.zeros(count + 2, dtype=np.int64)
+    across = np.zeros(count + 2, dtype=np.int64)
+    start = np.maximum(index.born, 0)
+    lived = np.maximum(ends, start)
+    np.add.at(during, start, index.size)
+    np.add.at(during, lived, -index.size)
+    after = np.minimum(index.born + 1, count)
+    gone = np.maximum(ends, after)
+    np.add.at(across, after, index.size)
+    np.add.at(across, gone, -index.size)
+    return np.cumsum(during)[:count], np.cumsum(across)[: count + 1]

@@ -1,0 +1,148 @@
+"""``solve``: from a step graph and a budget to a plan, always simulated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from recoup.errors import InfeasibleBudget, UsageError
+from recoup.graph import StepGraph
+from recoup.plan import LIVE, STATIC, Capabilities, Plan
+from recoup.simulate import Simulation, simulate
+from recoup.solve.moments import moment_in_words, standing_in_words
+from recoup.solve.named import NAMED
+from recoup.solve.optimal import Optimal
+from recoup.solve.planning import plan_of
+from recoup.solve.strategy import Choice, Problem, Progress, Strategy
+from recoup.units import Budget, format_bytes, parse_budget
+
+__all__ = ["Decided", "best_of", "decide", "executors_of", "solve", "strategies_by_name", "strategy_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A strategy's answer for one executor, simulated.
+
+    Attributes:
+        executor: for which it is.
+        choice: what was chosen.
+        simulation: what it gives.
+        feasible: whether the simulated peak is within the budget (always, without one).
+    """
+
+    executor: Capabilities
+    choice: Choice
+    simulation: Simulation
+    feasible: bool
+
+
+def solve(
+    graph: StepGraph,
+    budget: str | int | Budget | None = None,
+    *,
+    strategy: str | Strategy = "optimal",
+    gear: str = "auto",
+    time_limit_seconds: float = 20.0,
+    free_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """A plan whose simulated peak is within the budget.
+
+    Args:
+        graph: the recorded step.
+        budget: the peak allowed: ``6GiB``, ``60%`` of the simulated unplanned peak, ``auto`` or bytes; None only for named strategies.
+        strategy: ``optimal``, a named one, or an object of the protocol ``Strategy``.
+        gear: ``live``, ``static``, or ``auto`` for the faster of the plans of both.
+        time_limit_seconds: how long to search; when it runs out the best plan so far is returned.
+        free_bytes: what the device can give, for ``auto``.
+        progress: called with (done, total, text).
+
+    Raises:
+        UsageError: the budget, strategy or gear is malformed.
+        InfeasibleBudget: no plan within the budget was found; the error has the least peak found, in bytes.
+        PlanMismatch: a strategy chose what the executor cannot run.
+    """
+    started = time.perf_counter()
+    chosen, executors = strategy_of(strategy), executors_of(gear)
+    unplanned = simulate(graph)
+    budget_bytes = None if budget is None else parse_budget(budget).resolve(unplanned.peak_bytes, free_bytes)
+    if budget_bytes is None and isinstance(chosen, Optimal):
+        raise UsageError("the strategy 'optimal' needs a budget, such as 6GiB or 60%")
+    found = [decide(graph, budget_bytes, chosen, executor, time_limit_seconds / len(executors), progress) for executor in executors]
+    best = best_of(found)
+    if not best.feasible:
+        assert budget_bytes is not None
+        raise _infeasible(graph, budget_bytes, chosen.name, best, unplanned)
+    return plan_of(
+        graph, best.choice, best.simulation, best.executor, unplanned,
+        strategy=chosen.name, budget_bytes=budget_bytes or 0, solve_seconds=time.perf_counter() - started,
+    )  # fmt: skip
+
+
+def decide(
+    graph: StepGraph, budget_bytes: int | None, strategy: Strategy, executor: Capabilities, seconds: float, progress: Progress | None = None
+) -> Decided:
+    """What a strategy chooses for one executor, and what the simulator says of it.
+
+    Raises:
+        PlanMismatch: the strategy chose what the executor cannot run.
+    """
+    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress))
+    simulation = simulate(graph, choice.recompute, executor)
+    return Decided(executor, choice, simulation, budget_bytes is None or simulation.peak_bytes <= budget_bytes)
+
+
+def best_of(found: list[Decided]) -> Decided:
+    """The fastest that is feasible (then the least peak, then the static gear); without one the least peak."""
+    feasible = [item for item in found if item.feasible]
+    if feasible:
+        return min(feasible, key=lambda item: (item.simulation.step_seconds, item.simulation.peak_bytes, item.executor.name != STATIC.name))
+    return min(found, key=lambda item: item.simulation.peak_bytes)
+
+
+def executors_of(gear: str) -> tuple[Capabilities, ...]:
+    """The executors that a gear's name allows.
+
+    Raises:
+        UsageError: no gear has that name.
+    """
+    known = {"live": (LIVE,), "static": (STATIC,), "auto": (LIVE, STATIC)}
+    if gear not in known:
+        raise UsageError(f"no gear is called {gear!r}; there are {', '.join(known)}")
+    return known[gear]
+
+
+def strategies_by_name() -> dict[str, Strategy]:
+    """All strategies that have a name, ``optimal`` first."""
+    return {strategy.name: strategy for strategy in (Optimal(), *NAMED)}
+
+
+def strategy_of(strategy: str | Strategy) -> Strategy:
+    """A strategy by name, or as it is.
+
+    Raises:
+        UsageError: no strategy has that name; the message lists those there are.
+    """
+    if not isinstance(strategy, str):
+        return strategy
+    known = strategies_by_name()
+    if strategy not in known:
+        raise UsageError(f"no strategy is called {strategy!r}; there are {', '.join(known)}")
+    return known[strategy]
+
+
+def _infeasible(graph: StepGraph, budget_bytes: int, name: str, best: Decided, unplanned: Simulation) -> InfeasibleBudget:
+    simulation = best.simulation
+    moment = moment_in_words(graph, simulation)
+    share = simulation.peak_bytes / max(unplanned.peak_bytes, 1)
+    other = "" if name == "optimal" else ", strategy='optimal'"
+    gear = ", gear='live'" if best.executor.name == STATIC.name else ""
+    return InfeasibleBudget(
+        f"no plan of strategy {name!r} fits {format_bytes(budget_bytes)} in the {best.executor.name} gear"
+        f"{f' ({best.choice.note})' if best.choice.note else ''}: the least peak found is {format_bytes(simulation.peak_bytes)}"
+        f" ({simulation.peak_bytes} bytes, {share:.0%} of the unplanned {format_bytes(unplanned.peak_bytes)}), {moment}, where"
+        f" {standing_in_words(graph, simulation)} stand; allow that much, or try a smaller batch, shorter inputs{other}{gear}",
+        budget_bytes=budget_bytes,
+        least_bytes=simulation.peak_bytes,
+        moment=moment,
+    )

@@ -1,0 +1,160 @@
+"""The frontier of a step: the least time for each peak, over budgets and strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recoup.graph import StepGraph
+from recoup.plan import Capabilities
+from recoup.simulate import Simulation, simulate
+from recoup.solve.entry import Decided, best_of, decide, executors_of, strategies_by_name, strategy_of
+from recoup.solve.least import least_peak
+from recoup.solve.optimal import Optimal
+from recoup.solve.planning import gap_of
+from recoup.solve.strategy import Progress, Strategy
+from recoup.units import Budget, parse_budget
+
+__all__ = ["FrontierPoint", "frontier"]
+
+_POINTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan on the frontier.
+
+    Attributes:
+        strategy: who decided.
+        gear: the executor it is for.
+        budget_bytes: the budget; 0 for a strategy that has one plan whatever the budget is.
+        predicted_peak_bytes: simulated peak; for an infeasible budget the least that was found.
+        measured_peak_bytes: None until somebody measures.
+        step_seconds: simulated time.
+        relative_time: that over the time of the unplanned step.
+        gap: how far the time can be from the least, None if not known.
+        feasible: whether the peak is within the budget.
+    """
+
+    strategy: str
+    gear: str
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    step_seconds: float
+    relative_time: float
+    gap: float | None
+    feasible: bool
+
+
+def frontier(
+    graph: StepGraph,
+    budgets: Sequence[str | int | Budget] | None = None,
+    strategies: Sequence[str | Strategy] | None = None,
+    *,
+    gear: str = "auto",
+    time_limit_seconds: float = 20.0,
+    free_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[FrontierPoint, ...]:
+    """Points of ``optimal`` for each budget, and one of each other strategy.
+
+    Args:
+        graph: the recorded step.
+        budgets: as for ``solve``; by default ten from the least feasible peak to the unplanned one.
+        strategies: names or objects; by default all named ones.
+        gear: as for ``solve``.
+        time_limit_seconds: for each point.
+        free_bytes: what the device can give, for the budget ``auto``.
+        progress: called with (points done, points in all, text).
+
+    Over growing budgets the time of a strategy never rises: a plan for a smaller budget serves a larger one.
+
+    Raises:
+        UsageError: a budget, a strategy or the gear is malformed.
+    """
+    executors = executors_of(gear)
+    chosen = [strategy_of(strategy) for strategy in strategies] if strategies is not None else list(strategies_by_name().values())
+    unplanned = simulate(graph)
+    amounts = _amounts(graph, budgets, executors, unplanned, free_bytes)
+    total = sum(len(amounts) if _takes_budgets(strategy) else 1 for strategy in chosen)
+    points: list[FrontierPoint] = []
+    for strategy in chosen:
+        if not _takes_budgets(strategy):
+            _tell(progress, len(points), total, strategy.name)
+            best = best_of([decide(graph, None, strategy, executor, time_limit_seconds) for executor in executors])
+            points.append(_point(strategy, 0, best, best.choice.bound_seconds, unplanned))
+            continue
+        points.extend(_curve(graph, strategy, amounts, executors, time_limit_seconds, unplanned, progress, (len(points), total)))
+    _tell(progress, total, total, "done")
+    return tuple(points)
+
+
+def _takes_budgets(strategy: Strategy) -> bool:
+    return strategy.name not in strategies_by_name() or isinstance(strategy, Optimal)
+
+
+def _amounts(
+    graph: StepGraph,
+    budgets: Sequence[str | int | Budget] | None,
+    executors: tuple[Capabilities, ...],
+    unplanned: Simulation,
+    free_bytes: int | None,
+) -> list[int]:
+    """The budgets in bytes, smallest first."""
+    peak = unplanned.peak_bytes
+    if budgets is not None:
+        return sorted({parse_budget(budget).resolve(peak, free_bytes) for budget in budgets})
+    least = min(least_peak(graph, executor)[0] for executor in executors)
+    return sorted({least + (peak - least) * place // (_POINTS - 1) for place in range(_POINTS)})
+
+
+def _curve(
+    graph: StepGraph,
+    strategy: Strategy,
+    amounts: list[int],
+    executors: tuple[Capabilities, ...],
+    seconds: float,
+    unplanned: Simulation,
+    progress: Progress | None,
+    done: tuple[int, int],
+) -> list[FrontierPoint]:
+    """One strategy over growing budgets, better plans carried up and proven bounds carried down."""
+    plans: list[Decided] = []
+    bounds: list[dict[str, float]] = []
+    for place, budget in enumerate(amounts):
+        _tell(progress, done[0] + place, done[1], strategy.name)
+        found = [decide(graph, budget, strategy, executor, seconds / len(executors)) for executor in executors]
+        bounds.append({item.executor.name: item.choice.bound_seconds for item in found if item.choice.bound_seconds is not None})
+        before = [plans[-1]] if plans and plans[-1].feasible else []
+        plans.append(best_of([*found, *before]))
+    # No plan within a budget is faster than the bound for a larger one.
+    for smaller, larger in zip(reversed(bounds[:-1]), reversed(bounds[1:]), strict=True):
+        for name, bound in larger.items():
+            smaller[name] = max(smaller.get(name, bound), bound)
+    return [
+        _point(strategy, budget, best, limits.get(best.executor.name), unplanned)
+        for budget, best, limits in zip(amounts, plans, bounds, strict=True)
+    ]
+
+
+def _point(strategy: Strategy, budget: int, best: Decided, bound: float | None, unplanned: Simulation) -> FrontierPoint:
+    seconds = best.simulation.step_seconds
+    if not best.choice.recompute:
+        bound = unplanned.step_seconds
+    return FrontierPoint(
+        strategy=strategy.name,
+        gear=best.executor.name,
+        budget_bytes=budget,
+        predicted_peak_bytes=best.simulation.peak_bytes,
+        measured_peak_bytes=None,
+        step_seconds=seconds,
+        relative_time=seconds / unplanned.step_seconds if unplanned.step_seconds else 1.0,
+        gap=gap_of(seconds, bound) if best.feasible else None,
+        feasible=best.feasible,
+    )
+
+
+def _tell(progress: Progress | None, done: int, total: int, text: str) -> None:
+    if progress is not None:
+        progress(done, total, text)

@@ -1,0 +1,65 @@
+"""The least peak that a plan can be found for."""
+
+from __future__ import annotations
+
+from recoup.graph import StepGraph
+from recoup.plan import LIVE, Capabilities
+from recoup.simulate.index import replays
+from recoup.solve.descent import Judged, judge, lower_peak
+from recoup.solve.named import NAMED
+from recoup.solve.program import Program
+from recoup.solve.rows import Rows
+from recoup.solve.strategy import Problem
+from recoup.solve.windows import windows
+
+__all__ = ["least_judged", "least_peak"]
+
+_ROUNDS = 8
+# Fixed amounts of work, not of time, so that the same step always has the same least peak.
+_NODES = 400
+_SECONDS = 30.0
+_TOLERANCE = 2e-3
+
+
+def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, frozenset[int]]:
+    """The least simulated peak found, in bytes, and the storages to recompute for it."""
+    found = least_judged(Problem(graph, None, executor))
+    return found.peak_bytes, found.recompute
+
+
+def least_judged(problem: Problem) -> Judged:
+    """The plan with the least simulated peak that programs, named strategies and descent find."""
+    index, executor = replays(problem.graph), problem.executor
+    frame = windows(index, executor)
+    program, rows = Program(index, executor, frame), Rows(index, frame)
+    starts = [judge(index, strategy.choose(problem).recompute, executor) for strategy in NAMED]
+    starts.append(judge(index, frame.dropping, executor))
+    starts.append(judge(index, frame.needed, executor))
+    best = min(starts, key=_rank)
+    for found in starts:
+        rows.learn(found.run, 0)
+    _add(rows, frame.needed, frozenset())
+    _add(rows, frozenset(), frame.needed)
+    for _ in range(_ROUNDS):
+        solution = program.solve([*rows.proven.values(), *rows.estimated()], None, _SECONDS, _TOLERANCE, _NODES)
+        if solution.recompute is None:
+            break
+        found = judge(index, solution.recompute, executor)
+        kept = (frame.needed - solution.recompute) | solution.held
+        fresh = _add(rows, kept, solution.recompute & frame.needed)
+        known = len(rows.learned)
+        rows.learn(found.run, int(found.peak_bytes * 0.98))
+        better = _rank(found) < _rank(best)
+        best = found if better else best
+        if not better and not fresh and len(rows.learned) == known:
+            break
+    return lower_peak(index, best, executor, frame.dropping)
+
+
+def _rank(found: Judged) -> tuple[int, float]:
+    return found.peak_bytes, found.step_seconds
+
+
+def _add(rows: Rows, kept: frozenset[int], recomputed: frozenset[int]) -> int:
+    profile = rows.profile(kept, recomputed)
+    return rows.add_proven(kept, recomputed, int(profile.max(initial=0) * 0.9))

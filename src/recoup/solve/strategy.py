@@ -1,0 +1,70 @@
+"""What a strategy is: given a problem it chooses the storages to recompute. Nothing it says is reported unsimulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from recoup.graph import StepGraph
+from recoup.plan import LIVE, Capabilities
+
+__all__ = ["Choice", "Problem", "Progress", "Strategy"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, steps in all and a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a strategy is asked.
+
+    Attributes:
+        graph: the step.
+        budget_bytes: the peak allowed; None asks a strategy that has one plan for that plan.
+        executor: what can be run, and its overheads.
+        time_limit_seconds: how long to search; running out of it is no error.
+        progress: called now and then, or None.
+        started: when the search began, on ``time.perf_counter``.
+    """
+
+    graph: StepGraph
+    budget_bytes: int | None = None
+    executor: Capabilities = LIVE
+    time_limit_seconds: float = 20.0
+    progress: Progress | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def remaining_seconds(self) -> float:
+        """What is left of the time limit, never below zero."""
+        return max(self.time_limit_seconds - (time.perf_counter() - self.started), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a strategy answers.
+
+    Attributes:
+        recompute: ids of the storages to drop.
+        bound_seconds: a proven lower bound on the step time of any plan within the budget, or None.
+        note: what a person should know about the search.
+    """
+
+    recompute: frozenset[int]
+    bound_seconds: float | None = None
+    note: str = ""
+
+
+class Strategy(Protocol):
+    """A way to choose; ``choose`` must be a pure function of the problem (its clock aside)."""
+
+    @property
+    def name(self) -> str:
+        """What plans and reports call it."""
+        ...
+
+    def choose(self, problem: Problem) -> Choice:
+        """The storages to recompute; may exceed the budget where the strategy finds nothing that fits."""
+        ...

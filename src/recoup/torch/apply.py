@@ -1,0 +1,295 @@
+"""Applying a plan to an unmodified model, and taking it off again without a trace."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from recoup.errors import PlanMismatch, UsageError
+from recoup.plan import Plan
+from recoup.torch.interception import Interception
+from recoup.torch.live import LiveSession
+from recoup.torch.naming import tensor_names
+from recoup.torch.planned import PlannedPolicy, SiteTable
+from recoup.torch.private import below_backward, is_faking
+from recoup.torch.promotion import Promotion
+from recoup.torch.signature import signature_of
+
+__all__ = ["Applied", "Report", "apply", "refuse_planned"]
+
+NewShape = Literal["reuse", "keep", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an applied plan has done so far.
+
+    Attributes:
+        gear: the gear asked for.
+        live_calls, static_calls, plain_calls: outermost calls by how they ran.
+        dropped_bytes: bytes of saved tensors handed back for recomputation, all calls together.
+        replayed_ops: operations replayed in backward passes of live calls that are over.
+        copied_bytes: bytes copied because something was written in place that a replay reads.
+        sites_expected, sites_met: the plan's operations in the module calls that were made, and how many of them came.
+        kept: what the plan drops and had to be kept, with the reason.
+        unplanned_shapes: input shapes that came without a plan of their own.
+        static_refusals: why calls did not run in the static gear, by reason, with how often.
+    """
+
+    gear: str
+    live_calls: int = 0
+    static_calls: int = 0
+    plain_calls: int = 0
+    dropped_bytes: int = 0
+    copied_bytes: int = 0
+    sites_expected: int = 0
+    sites_met: int = 0
+    kept: dict[str, str] = field(default_factory=dict)
+    unplanned_shapes: tuple[str, ...] = ()
+    static_refusals: dict[str, int] = field(default_factory=dict)
+
+
+_planned: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def refuse_planned(model: torch.nn.Module) -> None:
+    """Recording, verifying or planning a model that runs a plan would take the planned step for the plain one.
+
+    Raises:
+        UsageError: a plan is applied to the model.
+    """
+    if model in _planned:
+        raise UsageError(f"a plan is applied to this {type(model).__name__} already; call remove() on it first")
+
+
+class _Thread(threading.local):
+    """Per thread: the call under way, and how often each module was called in the step under way."""
+
+    def __init__(self) -> None:
+        self.call: _LiveCall | None = None
+        self.busy = False
+        self.roots = 0
+        self.calls: Counter[str] = Counter()
+
+
+class Applied:
+    """A plan at work on a model. Remove it with ``remove()``, or use it as a context manager.
+
+    While it is applied, the model's ``state_dict``, names, classes, hooks, copies and pickles are what they were.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, gear: str | None = None, new_shape: NewShape = "reuse", audit_every: int = 100) -> None:
+        if new_shape not in ("reuse", "keep", "raise"):
+            raise UsageError(f"new_shape is 'reuse', 'keep' or 'raise', not {new_shape!r}")
+        if (gear or plan.gear) not in ("live", "static"):
+            raise UsageError(f"gear is 'live' or 'static', not {gear!r}")
+        self.model = model
+        self.plan = plan
+        self.gear = gear or plan.gear
+        self.new_shape: NewShape = new_shape
+        self._tables = {plan.signature: SiteTable(plan, model)}
+        self._plans = {plan.signature: plan}
+        self._names = tensor_names([model])
+        self._thread = _Thread()
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._kept: dict[str, str] = {}
+        self._shapes: dict[str, None] = {}
+        self._promotion = Promotion(model, audit_every) if self.gear == "static" else None
+        self._interception: Interception | None = None
+        refuse_planned(model)
+        self._install(plan)
+
+    def _install(self, plan: Plan) -> None:
+        if self._interception is None and not plan.drops_nothing:
+            self._interception = Interception(self.model, self._around)
+            _planned[self.model] = True
+
+    # -- plans
+
+    def add_plan(self, plan: Plan) -> None:
+        """Use this plan for the input shapes that it was made for.
+
+        Raises:
+            PlanMismatch: it is a plan for another model, or for another number of model calls in a step.
+        """
+        if plan.root_calls != self.plan.root_calls:
+            raise PlanMismatch(f"the plan is for steps with {plan.root_calls} calls of the model, the one applied for {self.plan.root_calls}")
+        self._tables[plan.signature] = SiteTable(plan, self.model)
+        self._plans[plan.signature] = plan
+        self._install(plan)
+
+    def report(self) -> Report:
+        """What has been done so far."""
+        with self._lock:
+            count = self._counts
+            return Report(
+                gear=self.gear,
+                live_calls=count["live"],
+                static_calls=count["static"],
+                plain_calls=count["plain"],
+                dropped_bytes=count["dropped_bytes"],
+                copied_bytes=count["copied_bytes"],
+                sites_expected=count["expected"],
+                sites_met=count["met"],
+                kept=dict(self._kept),
+                unplanned_shapes=tuple(self._shapes),
+                static_refusals=self._promotion.refusals() if self._promotion else {},
+            )
+
+    def remove(self) -> None:
+        """Give the model back as it was. Backward passes of calls already made still work."""
+        if self._interception is not None:
+            self._interception.remove()
+            self._interception = None
+            _planned.pop(self.model, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+    # -- calls
+
+    def _around(self, path: str, inner: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        thread = self._thread
+        if thread.call is not None:
+            return thread.call.around(path, inner, args, kwargs)
+        if thread.busy or not torch.is_grad_enabled() or below_backward() or torch.compiler.is_compiling() or is_faking():
+            return inner(*args, **kwargs)
+        return self._root(thread, path, inner, args, kwargs)
+
+    def _root(self, thread: _Thread, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if thread.roots % max(self.plan.root_calls, 1) == 0:
+            thread.calls.clear()
+        number = thread.roots % max(self.plan.root_calls, 1)
+        thread.roots += 1
+        signature = signature_of(args, kwargs)
+        table = self._table(path, number, signature)
+        if table is None:
+            self._counts["plain"] += 1
+            thread.busy = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                thread.busy = False
+        key = (path, number, signature)
+        if self._promotion is not None:
+            static = self._promotion.start(key, args, kwargs)
+            if static is not None:
+                return self._run_static(thread, static, inner, args, kwargs)
+        return self._run_live(thread, table, key, path, inner, args, kwargs)
+
+    def _table(self, path: str, number: int, signature: str) -> SiteTable | None:
+        """The plan's sites for inputs of these shapes; None to run this call unplanned."""
+        planned = self.plan.signature
+        if path or number or not planned or signature in self._tables:
+            return self._tables.get(signature, self._tables[planned])
+        if self.new_shape == "raise":
+            raise PlanMismatch(f"no plan for inputs {signature}; there are plans for {', '.join(self._tables)}. Add one with add_plan, or apply with new_shape='reuse'.")
+        with self._lock:
+            if signature not in self._shapes and len(self._shapes) < 1000:
+                self._shapes[signature] = None
+        return self._tables[planned] if self.new_shape == "reuse" else None
+
+    def _run_static(self, thread: _Thread, static: object, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        thread.busy = True
+        try:
+            with static:  # type: ignore[attr-defined]
+                return inner(*args, **kwargs)
+        finally:
+            thread.busy = False
+            self._counts["static"] += 1
+
+    def _run_live(
+        self,
+        thread: _Thread,
+        table: SiteTable,
+        key: tuple[str, int, str],
+        path: str,
+        inner: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        call = _LiveCall(table, thread.calls, self._names)
+        if self._promotion is not None:
+            call.session.packs = []
+        thread.call = call
+        finished = False
+        try:
+            with call.session.hooks:
+                result = call.around(path, inner, args, kwargs)
+            finished = True
+            return result
+        finally:
+            thread.call = None
+            if finished and self._promotion is not None:
+                self._promotion.learn(key, call.session, args, kwargs)
+            call.session.close()
+            self._count(call)
+
+    def _count(self, call: _LiveCall) -> None:
+        with self._lock:
+            self._counts["live"] += 1
+            self._counts["dropped_bytes"] += call.session.dropped_bytes
+            self._counts["copied_bytes"] += call.session.copied_bytes
+            self._counts["expected"] += call.policy.expected
+            self._counts["met"] += call.policy.met
+            for site, reason in call.policy.reasons.items():
+                if len(self._kept) < 1000:
+                    self._kept.setdefault(site, reason)
+
+
+class _LiveCall:
+    """One outermost call in the live gear: follows the module calls and switches capturing on where the plan wants it."""
+
+    def __init__(self, sites: SiteTable, calls: Counter[str], names: Callable[[], dict[int, str]]) -> None:
+        self.policy = PlannedPolicy(sites, calls, names)
+        self.session = LiveSession(self.policy)
+        self.capturing = False
+
+    def around(self, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if below_backward():  # a recomputation of the user's own, inside a backward inside the forward
+            return inner(*args, **kwargs)
+        before, capturing = self.policy.enter(path), self.capturing
+        self._switch(self.policy.frame.active)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._switch(capturing)
+            self.policy.frame = before
+
+    def _switch(self, on: bool) -> None:
+        if on and not self.capturing:
+            self.session.on()
+        elif self.capturing and not on:
+            self.session.off()
+        self.capturing = on
+
+
+def apply(model: torch.nn.Module, plan: Plan, gear: str | None = None, *, new_shape: NewShape = "reuse", audit_every: int = 100) -> Applied:
+    """Make the model run the plan from its next call on.
+
+    Args:
+        model: the model that the plan was made for; it is not modified.
+        plan: from ``solve``, or read from a file.
+        gear: ``live`` or ``static``; the plan's own if None.
+        new_shape: what to do with inputs of shapes that no plan was made for: ``reuse`` the plan's decisions (gradients
+            are right, memory may differ; the report counts it), ``keep`` everything, or ``raise``.
+        audit_every: in the static gear, every so many calls one runs in the live gear and the two are compared.
+
+    Raises:
+        PlanMismatch: the plan names modules that the model does not have, or is for another front-end.
+        UsageError: an option has an unknown value.
+    """
+    if plan.frontend != "torch-eager":
+        raise PlanMismatch(f"the plan is for {plan.frontend!r}; this model runs in PyTorch eager")
+    return Applied(model, plan, gear, new_shape, audit_every)

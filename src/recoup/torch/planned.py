@@ -1,0 +1,141 @@
+"""The live gear's policy under a plan: capture what the plan recomputes, met by site; keep everything else."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recoup.errors import PlanMismatch
+from recoup.graph.site import expand
+from recoup.plan import Plan
+from recoup.torch.capture import Captured, Version
+from recoup.torch.frames import Frame
+from recoup.torch.naming import LazyName
+from recoup.torch.traits import Traits
+
+__all__ = ["PlannedFrame", "PlannedPolicy", "SiteTable", "parse_site"]
+
+_SITE = re.compile(r"^(?P<path>[^@/]*)(?:@(?P<call>[0-9]+))?/(?P<name>[^#:]+)(?:#(?P<nth>[0-9]+))?(?::(?P<output>[0-9]+))?$")
+_NOTHING: dict[tuple[str, int], frozenset[int]] = {}
+
+
+class Place(NamedTuple):
+    """A storage site, taken apart."""
+
+    path: str
+    call: int
+    name: str
+    nth: int
+    output: int
+
+
+def parse_site(site: str) -> Place:
+    """The parts of a site.
+
+    Raises:
+        PlanMismatch: the text is no site.
+    """
+    match = _SITE.match(site)
+    if match is None:
+        raise PlanMismatch(f"{site!r} is not a site; a site reads module.path/operation, such as layers.0.mlp/gelu")
+    return Place(match["path"], int(match["call"] or 0), match["name"], int(match["nth"] or 0), int(match["output"] or 0))
+
+
+class SiteTable:
+    """A plan's sites by module call: for each operation to capture, the outputs to drop.
+
+    Raises:
+        PlanMismatch: a site of the plan names a module that the model does not have.
+    """
+
+    def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
+        wanted: dict[tuple[str, int], dict[tuple[str, int], set[int]]] = {}
+        paths = {path for path, _ in model.named_modules()}
+        for site in sorted(plan.recompute_sites):
+            place = parse_site(site)
+            if place.path not in paths:
+                raise PlanMismatch(f"the plan names {site}, but the model has no module {place.path!r}; was the plan made for another model?")
+            wanted.setdefault((place.path, place.call), {}).setdefault((place.name, place.nth), set()).add(place.output)
+        self.calls = {key: {op: frozenset(outputs) for op, outputs in ops.items()} for key, ops in wanted.items()}
+        self.watched = {_module_call(text) for pattern in plan.watch for text in expand(pattern)}
+
+    def of(self, path: str, call: int) -> dict[tuple[str, int], frozenset[int]]:
+        """What to capture in one call of a module."""
+        return self.calls.get((path, call), _NOTHING)
+
+    def active(self, path: str, call: int) -> bool:
+        """Whether operations of that call must be seen at all."""
+        return (path, call) in self.calls or (path, call) in self.watched
+
+
+def _module_call(text: str) -> tuple[str, int]:
+    path, _, call = text.partition("@")
+    return path, int(call or 0)
+
+
+class PlannedFrame(Frame):
+    """A frame with the plan's part for it."""
+
+    __slots__ = ("active", "table")
+
+    def __init__(self, path: str, call: int, sites: SiteTable) -> None:
+        super().__init__(path, call)
+        self.table = sites.of(path, call)
+        self.active = sites.active(path, call)
+
+
+class PlannedPolicy:
+    """Captures by site. ``met`` counts the operations of the plan that came, ``expected`` those of the module calls that were made."""
+
+    def __init__(self, sites: SiteTable, calls: Counter[str], names: Callable[[], dict[int, str]]) -> None:
+        self.sites = sites
+        self.calls = calls
+        self.names = names
+        self.frame = PlannedFrame("", 0, sites)
+        self.outputs: frozenset[int] = frozenset()
+        self.expected = 0
+        self.met = 0
+        self.reasons: dict[str, str] = {}
+
+    def enter(self, path: str) -> PlannedFrame:
+        """A module is called: its frame becomes the current one; returns the one before."""
+        before = self.frame
+        call = self.calls[path]
+        self.calls[path] = call + 1
+        self.frame = PlannedFrame(path, call, self.sites)
+        self.expected += len(self.frame.table)
+        return before
+
+    def wants(self, traits: Traits) -> bool:
+        frame = self.frame
+        outputs = frame.table.get((traits.name, frame.count(traits)))
+        if outputs is None:
+            return False
+        self.outputs = outputs
+        self.met += 1
+        return True
+
+    def site(self, traits: Traits) -> str:
+        return self.frame.site(traits)
+
+    def keeps(self, op: Captured, place: int, tensor: Tensor) -> str:
+        if place not in self.outputs:
+            return "kept by the plan"
+        if op.traits.decision and not tensor.is_floating_point():
+            return "a decision (indices), which must not flip"
+        return ""
+
+    def drops(self, version: Version, tensor: Tensor) -> bool:
+        return True
+
+    def name(self, tensor: Tensor) -> LazyName:
+        return LazyName(self.names, f"module {self.frame.path!r}", tensor)
+
+    def kept(self, site: str, reason: str) -> None:
+        if reason != "kept by the plan":
+            self.reasons.setdefault(site, reason)

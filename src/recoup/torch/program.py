@@ -1,0 +1,254 @@
+"""A static program: what a live call captured, as plain data, ready to be run without a dispatch mode.
+
+Every tensor that a replay reads and does not rebuild must be found again by hooks alone: a parameter or buffer by
+name, an argument of the call by place, or an activation that autograd itself saves, by its place among the saved
+tensors. What a call needs beyond that cannot be run statically, and :class:`NotStatic` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from recoup.torch.capture import Argument, Captured, Version
+from recoup.torch.holding import Held, Leaf
+from recoup.torch.live import LiveSession, storage_key
+from recoup.torch.probe import Offsets, probe_offsets
+from recoup.torch.views import Layout
+
+__all__ = ["LeafRead", "LeafSource", "NotStatic", "Program", "SavedTensor", "StaticOp", "VersionRead", "compile_program"]
+
+
+class NotStatic(Exception):
+    """A live call cannot be turned into a static program; the text is the reason. Never leaves this package."""
+
+
+class VersionRead(NamedTuple):
+    """An argument laid on a version that the program makes."""
+
+    version: int
+    layout: Layout
+
+
+class LeafRead(NamedTuple):
+    """An argument laid on a leaf."""
+
+    leaf: int
+    layout: Layout
+
+
+class LeafSource(NamedTuple):
+    """Where to find a leaf: ``parameter`` and ``buffer`` by module path and name, ``input`` and ``saved`` by place."""
+
+    kind: str
+    path: str
+    name: str
+    place: int
+
+
+class SavedTensor(NamedTuple):
+    """One saved tensor, in the order in which autograd packs them.
+
+    ``version`` is what it is a layout on if it is dropped, -1 if it is kept; ``leaf`` the leaf that a kept one
+    provides, -1 if none; ``leaves`` what a dropped one is rebuilt from.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    version: int
+    layout: Layout
+    leaf: int
+    leaves: tuple[int, ...]
+    offsets: Offsets
+    site: str
+
+
+class StaticOp(NamedTuple):
+    """One operation to replay."""
+
+    func: Callable[..., object]
+    arguments: tuple[object, ...]
+    keywords: tuple[tuple[str, object], ...]
+    inputs: tuple[int, ...]
+    overwrites: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that a static call needs to know; two calls that ran alike have equal programs.
+
+    Attributes:
+        ops: operations to replay, in the order of the forward.
+        maker: for each version the operation that makes it.
+        nbytes: for each version its size.
+        reads: for each version how often a whole backward pass reads it.
+        leaves: where the leaves are found.
+        leaf_reads: for each leaf how many dropped tensors are rebuilt from it.
+        saved: what autograd packs.
+    """
+
+    ops: tuple[StaticOp, ...]
+    maker: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    reads: tuple[int, ...]
+    leaves: tuple[LeafSource, ...]
+    leaf_reads: tuple[int, ...]
+    saved: tuple[SavedTensor, ...]
+
+
+def compile_program(session: LiveSession, model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Program:
+    """The static program of a live call whose forward is over and whose backward has not begun.
+
+    Raises:
+        NotStatic: something that a replay reads cannot be found again by hooks alone.
+    """
+    return _Compiler(session, model, args, kwargs).compile()
+
+
+class _Compiler:
+    def __init__(self, session: LiveSession, model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        assert session.packs is not None
+        self.packs = session.packs
+        self.named = _named_storages(model)
+        self.inputs = {
+            storage_key(leaf): place
+            for place, leaf in enumerate(tree_leaves((args, kwargs)))
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        }
+        self.saved_keys = _saved_storages(self.packs)
+        self.versions: dict[int, int] = {}
+        self.order: list[Version] = []
+        self.leaves: dict[int, int] = {}
+        self.sources: list[LeafSource] = []
+
+    def compile(self) -> Program:
+        captured = self._closure()
+        places = {op.sequence: place for place, op in enumerate(captured)}
+        ops = tuple(self._op(op) for op in captured)
+        needs = self._leaf_needs(captured, ops)
+        saved = tuple(self._saved(place, source, layout, needs) for place, (source, layout) in enumerate(self.packs))
+        reads = [0] * len(self.order)
+        leaf_reads = [0] * len(self.sources)
+        for tensor in saved:
+            if tensor.version >= 0:
+                reads[tensor.version] += 1
+                for leaf in tensor.leaves:
+                    leaf_reads[leaf] += 1
+        for op in ops:
+            for version in (*op.inputs, *(before for before, _ in op.overwrites)):
+                reads[version] += 1
+        return Program(
+            ops=ops,
+            maker=tuple(places[version.op.sequence] for version in self.order),
+            nbytes=tuple(version.nbytes for version in self.order),
+            reads=tuple(reads),
+            leaves=tuple(self.sources),
+            leaf_reads=tuple(leaf_reads),
+            saved=saved,
+        )
+
+    def _closure(self) -> list[Captured]:
+        """The operations that rebuild everything dropped, in order; numbers the versions."""
+        ops: dict[int, Captured] = {}
+        stack = [source for source, _ in self.packs if isinstance(source, Version)]
+        while stack:
+            op = stack.pop().op
+            if op.sequence in ops:
+                continue
+            if op.generator is not None:
+                raise NotStatic(f"{op.site} draws random numbers, which only the live gear can draw again")
+            ops[op.sequence] = op
+            stack.extend(op.inputs)
+            stack.extend(before for before, _ in op.overwrites)
+        captured = [ops[sequence] for sequence in sorted(ops)]
+        for op in captured:
+            for _, ref in (*op.outputs, *op.overwrites):
+                version = ref()
+                if version is not None and id(version) not in self.versions:
+                    self.versions[id(version)] = len(self.order)
+                    self.order.append(version)
+        return captured
+
+    def _op(self, op: Captured) -> StaticOp:
+        number = self.versions
+        return StaticOp(
+            op.func,
+            tuple(self._argument(value) for value in op.arguments),
+            tuple((name, self._argument(value)) for name, value in op.keywords.items()),
+            tuple(number[id(version)] for version in op.inputs),
+            tuple((number[id(before)], number[id(after)]) for before, ref in op.overwrites if (after := ref()) is not None),
+            tuple((place, number[id(version)]) for place, ref in op.outputs if (version := ref()) is not None),
+        )
+
+    def _argument(self, value: object) -> object:
+        if isinstance(value, Argument):
+            if isinstance(value.source, Version):
+                return VersionRead(self.versions[id(value.source)], value.layout)
+            return LeafRead(self._leaf(value.source), value.layout)
+        if isinstance(value, list):
+            return tuple(self._argument(item) for item in value)
+        return value
+
+    def _leaf(self, leaf: Leaf) -> int:
+        number = self.leaves.get(id(leaf))
+        if number is None:
+            number = self.leaves[id(leaf)] = len(self.sources)
+            self.sources.append(self._source(leaf))
+        return number
+
+    def _source(self, leaf: Leaf) -> LeafSource:
+        if leaf.base is not None or leaf.held.tensor is None:
+            raise NotStatic(f"{leaf.name} is written in place, or held by other saved-tensor hooks")
+        if leaf.key in self.named:
+            return self.named[leaf.key]
+        place = self.saved_keys.get((leaf.key, leaf.held.version))
+        if place is not None:
+            return LeafSource("saved", "", "", place)
+        if leaf.key in self.inputs:
+            return LeafSource("input", "", "", self.inputs[leaf.key])
+        raise NotStatic(f"{leaf.name} is kept for replays only; without a dispatch mode nothing sees it")
+
+    def _leaf_needs(self, captured: list[Captured], ops: tuple[StaticOp, ...]) -> list[frozenset[int]]:
+        """For each version the leaves that it is rebuilt from, through other versions too."""
+        needs: list[frozenset[int]] = [frozenset()] * len(self.order)
+        for op in ops:
+            found = {read.leaf for read in _flat((*op.arguments, *(value for _, value in op.keywords))) if isinstance(read, LeafRead)}
+            for version in (*op.inputs, *(before for before, _ in op.overwrites)):
+                found |= needs[version]
+            for version in (*(version for _, version in op.outputs), *(after for _, after in op.overwrites)):
+                needs[version] = frozenset(found)
+        return needs
+
+    def _saved(self, place: int, source: Version | Held, layout: Layout, needs: list[frozenset[int]]) -> SavedTensor:
+        if isinstance(source, Version):
+            number = self.versions[id(source)]
+            return SavedTensor(layout.size, layout.dtype, number, layout, -1, tuple(sorted(needs[number])), probe_offsets(layout), source.site)
+        leaf = next((number for number, found in enumerate(self.sources) if found.kind == "saved" and found.place == place), -1)
+        return SavedTensor(layout.size, layout.dtype, -1, layout, leaf, (), (), "")
+
+
+def _flat(values: tuple[object, ...]) -> list[object]:
+    return [item for value in values for item in (_flat(value) if type(value) is tuple else [value])]
+
+
+def _named_storages(model: torch.nn.Module) -> dict[int, LeafSource]:
+    found: dict[int, LeafSource] = {}
+    for path, module in model.named_modules():
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                    found.setdefault(storage_key(tensor), LeafSource(kind, path, name, -1))
+    return found
+
+
+def _saved_storages(packs: list[tuple[Version | Held, Layout]]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    for place, (source, _) in enumerate(packs):
+        if isinstance(source, Held) and source.tensor is not None and source.tensor.layout is torch.strided:
+            found.setdefault((storage_key(source.tensor), source.version), place)
+    return found

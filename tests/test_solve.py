@@ -1,0 +1,191 @@
+"""Solvers against an exhaustive oracle, and the laws that every plan obeys."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import graphs
+from recoup.errors import InfeasibleBudget, UsageError
+from recoup.graph import StepGraph
+from recoup.plan import LIVE, STATIC, Capabilities
+from recoup.simulate import plan_ids, simulate, simulate_plan
+from recoup.simulate.index import replays
+from recoup.simulate.judge import run
+from recoup.solve import Choice, Problem, least_peak, solve, strategies_by_name
+from recoup.solve.choice import droppable, prune, runnable
+from recoup.solve.named import NAMED
+
+EXECUTORS = st.sampled_from([LIVE, STATIC])
+_ORACLE_LIMIT = 9
+
+
+def oracle(graph: StepGraph, executor: Capabilities) -> list[tuple[int, float]]:
+    """Peak and time of every choice that the executor can run."""
+    index = replays(graph)
+    candidates = sorted(droppable(index, executor))
+    subsets = chain.from_iterable(combinations(candidates, size) for size in range(len(candidates) + 1))
+    found = []
+    for subset in subsets:
+        chosen = frozenset(subset)
+        if runnable(index, chosen, executor) != chosen:
+            continue
+        lived = run(graph, chosen)
+        found.append((int(lived.bytes_at.max()), lived.seconds(executor)))
+    return found
+
+
+def budget_within(graph: StepGraph, share: float, executor: Capabilities) -> int:
+    """A budget between the least feasible peak and the unplanned one."""
+    least, peak = least_peak(graph, executor)[0], simulate(graph).peak_bytes
+    return least + int((peak - least) * share)
+
+
+@given(graphs.step_graphs(), EXECUTORS, st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+def test_never_below_the_oracle_and_the_bound_holds(graph, executor, share):
+    assume(0 < len(droppable(replays(graph), executor)) <= _ORACLE_LIMIT)
+    budget = budget_within(graph, share, executor)
+    plan = solve(graph, budget, gear=executor.name)
+    times = [seconds for peak, seconds in oracle(graph, executor) if peak <= budget]
+    assert plan.peak_bytes <= budget
+    best = min(times)
+    slack = 1e-6 * best
+    assert plan.step_seconds >= best - slack
+    assert plan.bound_seconds <= best + slack
+    if plan.gap == 0:
+        assert plan.step_seconds == pytest.approx(best, rel=1e-6)
+
+
+@given(graphs.step_graphs(), EXECUTORS)
+@settings(max_examples=40, deadline=None)
+def test_the_least_peak_can_be_solved_for_and_is_not_below_the_oracle(graph, executor):
+    assume(0 < len(droppable(replays(graph), executor)) <= _ORACLE_LIMIT)
+    least, chosen = least_peak(graph, executor)
+    assert simulate(graph, chosen, executor).peak_bytes == least
+    assert least >= min(peak for peak, _ in oracle(graph, executor))
+    assert solve(graph, max(least, 1), gear=executor.name).peak_bytes <= least
+
+
+@given(graphs.step_graphs(), EXECUTORS, st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_no_named_strategy_dominates(graph, executor, share):
+    budget = budget_within(graph, share, executor)
+    plan = solve(graph, max(budget, 1), gear=executor.name)
+    for strategy in NAMED:
+        found = simulate(graph, strategy.choose(Problem(graph, None, executor)).recompute, executor)
+        better = found.peak_bytes <= plan.peak_bytes and found.step_seconds <= plan.step_seconds
+        assert not (better and (found.peak_bytes, found.step_seconds) != (plan.peak_bytes, plan.step_seconds))
+
+
+@given(graphs.step_graphs(), EXECUTORS)
+@settings(max_examples=40, deadline=None)
+def test_infeasible_budgets_carry_the_least_that_solves(graph, executor):
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve(graph, 1, gear=executor.name)
+    least = caught.value.least_bytes
+    assert caught.value.budget_bytes == 1
+    assert solve(graph, least, gear=executor.name).peak_bytes <= least
+
+
+@given(graphs.step_graphs(), st.sampled_from(["auto", "live", "static"]))
+@settings(max_examples=30, deadline=None)
+def test_a_budget_of_the_unplanned_peak_drops_nothing(graph, gear):
+    plan = solve(graph, "100%", gear=gear)
+    assert plan.drops_nothing
+    assert plan.gap == 0
+    assert plan.step_seconds == plan.unplanned_step_seconds
+
+
+@given(graphs.step_graphs(), st.floats(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_auto_is_no_slower_than_either_gear(graph, share):
+    budget = max(budget_within(graph, share, LIVE), budget_within(graph, share, STATIC))
+    plans = [solve(graph, budget, gear=gear) for gear in ("auto", "live", "static")]
+    assert plans[0].step_seconds <= min(plan.step_seconds for plan in plans[1:]) * (1 + 1e-9)
+
+
+@given(graphs.step_graphs(), EXECUTORS, st.floats(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_plans_say_just_what_was_simulated(graph, executor, share):
+    plan = solve(graph, budget_within(graph, share, executor), gear=executor.name)
+    found = simulate_plan(graph, plan)
+    assert (found.peak_bytes, found.step_seconds) == (plan.peak_bytes, plan.step_seconds)
+    assert prune(replays(graph), plan_ids(graph, plan)) == plan_ids(graph, plan)
+
+
+@pytest.mark.parametrize("strategy", [strategy.name for strategy in NAMED])
+def test_named_strategies_need_no_budget(strategy):
+    graph = graphs.transformer(4)
+    plan = solve(graph, strategy=strategy)
+    assert plan.budget_bytes == 0
+    assert plan.peak_bytes == simulate_plan(graph, plan).peak_bytes
+    assert plan.drops_nothing == (strategy == "none")
+
+
+def test_a_named_strategy_over_the_budget_is_infeasible():
+    graph = graphs.transformer(4)
+    plan = solve(graph, strategy="every_block", gear="live")
+    assert solve(graph, plan.peak_bytes, strategy="every_block", gear="live").recompute_sites == plan.recompute_sites
+    with pytest.raises(InfeasibleBudget, match="every_block") as caught:
+        solve(graph, plan.peak_bytes - 1, strategy="every_block", gear="live")
+    assert caught.value.least_bytes == plan.peak_bytes
+
+
+def test_every_block_keeps_block_inputs_and_spares_the_last_block():
+    graph = graphs.transformer(4)
+    sites = solve(graph, strategy="every_block", gear="live").recompute_sites
+    assert not any(site.startswith("h.3.") for site in sites)
+    assert not any(site in ("h.0/add#1", "h.1/add#1") for site in sites)
+    assert "h.0.attn/softmax" in sites
+
+
+def test_selective_keeps_matrix_products():
+    sites = solve(graphs.transformer(4), strategy="selective", gear="live").recompute_sites
+    assert "h.0.attn/softmax" in sites
+    assert not any("addmm" in site for site in sites)
+
+
+def test_strategies_of_others_are_simulated_too():
+    class Everything:
+        name = "everything"
+
+        def choose(self, problem: Problem) -> Choice:
+            return Choice(droppable(replays(problem.graph), problem.executor))
+
+    graph = graphs.chain()
+    plan = solve(graph, strategy=Everything(), gear="live")
+    assert plan.strategy == "everything"
+    assert plan.peak_bytes == simulate(graph, frozenset({2, 3, 4})).peak_bytes
+
+
+def test_wrong_use_is_said():
+    graph = graphs.chain()
+    with pytest.raises(UsageError, match="every_block"):
+        solve(graph, "50%", strategy="fastest")
+    with pytest.raises(UsageError, match="live"):
+        solve(graph, "50%", gear="third")
+    with pytest.raises(UsageError, match="budget"):
+        solve(graph)
+    assert next(iter(strategies_by_name())) == "optimal"
+
+
+def test_solving_again_gives_the_same_plan():
+    graph = graphs.transformer(3)
+    first, second = solve(graph, "40%"), solve(graph, "40%")
+    assert first.decisions == second.decisions
+
+
+def test_writes_by_other_modules_are_watched():
+    build = graphs.Builder()
+    x = build.standing(10, "input")
+    (a,) = build.op("linear", (x,), (1000,), module="m.0")
+    build.op("relu_", (a,), mutates=(a,), module="m.0.act", backward=False)
+    (b,) = build.op("linear", (a,), (10,), saves=(a,), module="n")
+    build.op("linear", (b,), (800,), module="n")
+    plan = solve(build.backward(gradients=False), "80%", gear="live")
+    assert plan.recompute_sites == {"m.0/linear"}
+    assert plan.watch == ("m.0.act",)
