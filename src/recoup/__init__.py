@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from recoup.errors import ReplayMismatch as ReplayMismatch
     from recoup.errors import UsageError as UsageError
     from recoup.errors import VerifyFailure as VerifyFailure
+    from recoup.fitting import fit as fit
     from recoup.graph.step import StepGraph as StepGraph
     from recoup.graph.store import load as load_graph
     from recoup.graph.store import save as save_graph
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from recoup.solve import frontier as frontier
     from recoup.solve import solve as solve
     from recoup.torch import apply as apply
-    from recoup.fitting import fit as fit
     from recoup.torch import record as record
     from recoup.verify import verify as verify
 

@@ -92,25 +92,28 @@ def fit(
     graph = recoup.torch.record(step, model=model, name=name, progress=progress)
     # Resolved once: a corrected graph has a higher unplanned peak, which must not raise a budget given as a share of it.
     budget_bytes = wanted.resolve(simulate(graph).peak_bytes, free_bytes(model) if wanted.kind == "auto" else None)
-    for _ in range(_ROUNDS):
+    for round_number in range(_ROUNDS + 1):
         tell(0, 1, "solving")
         plan = solve(graph, budget_bytes, strategy=strategy, gear=gear)
         verification = verify(model, step, plan, steps=steps, progress=progress)
-        excess = (verification.peak_bytes or 0) - plan.peak_bytes
-        if (verification.peak_bytes or 0) <= plan.budget_bytes or excess <= 0:
-            break
+        peak_bytes = verification.peak_bytes or 0
+        if peak_bytes <= plan.budget_bytes or peak_bytes <= plan.peak_bytes:
+            verification.raise_if_failed()
+            return Fitted(plan, graph, verification, recoup.torch.apply(model, plan))
         # The allocator saw more than the graph knows of: from now on every moment counts as that much higher.
-        tell(0, 1, f"the measured peak is {format_bytes(excess)} above the prediction; correcting the graph and solving again")
-        graph = with_scratch(graph, excess)
-    verification.raise_if_failed()
-    if verification.peak_bytes is not None and plan.budget_bytes and verification.peak_bytes > plan.budget_bytes:
-        raise VerifyFailure(
-            f"after {_ROUNDS} corrections the measured peak is {format_bytes(verification.peak_bytes)}, above the budget of "
-            f"{format_bytes(plan.budget_bytes)}; give a budget that is larger by the difference"
+        excess = peak_bytes - plan.peak_bytes
+        tell(
+            round_number, _ROUNDS, f"the measured peak is {format_bytes(excess)} above the prediction; correcting the graph, solving again"
         )
-    return Fitted(plan, graph, verification, recoup.torch.apply(model, plan))
+        graph = with_scratch(graph, excess)
+    raise VerifyFailure(
+        f"after {_ROUNDS} corrections of the graph the measured peak still lies above the budget of {format_bytes(budget_bytes)}: "
+        "the step's memory differs from run to run; give a larger budget"
+    )
 
 
 def with_scratch(graph: StepGraph, count: int) -> StepGraph:
     """The graph with that many bytes more at every moment."""
-    return msgspec.structs.replace(graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=op.scratch_bytes + count) for op in graph.ops))
+    return msgspec.structs.replace(
+        graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=op.scratch_bytes + count) for op in graph.ops)
+    )

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 import recoup.torch
 from recoup.errors import UsageError, VerifyFailure
 from recoup.plan.plan import Plan
-from recoup.torch.meter import device_of, measure_peak, meter_for
 from recoup.torch.apply import refuse_planned
+from recoup.torch.meter import device_of, measure_peak, meter_for
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.state import Snapshot, find_state, generator_states, own_attributes, same_bits
 from recoup.torch.timing import alternate, synchronizer

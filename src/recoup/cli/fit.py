@@ -32,10 +32,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     import msgspec
 
     from recoup.cli.facts import verification_facts
+    from recoup.fitting import fit
     from recoup.plan.file import save_plan
     from recoup.report.text import verification_summary
     from recoup.solve import explain
-    from recoup.fitting import fit
 
     console.message(f"Fitting {workload.name} into {args.budget}")
     with console.progress("fit") as progress:

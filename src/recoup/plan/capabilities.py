@@ -32,7 +32,9 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 # Overheads measured on CPU by benchmarks/overhead.py; a graph's own recording may replace them.
 LIVE = Capabilities(name="live", keeps_unsaved=True, replays_random=True, capture_seconds=18e-6, replay_seconds=8e-6, pack_seconds=3e-6)
-STATIC = Capabilities(name="static", keeps_unsaved=False, replays_random=False, capture_seconds=0.0, replay_seconds=4e-6, pack_seconds=1.5e-6)
+STATIC = Capabilities(
+    name="static", keeps_unsaved=False, replays_random=False, capture_seconds=0.0, replay_seconds=4e-6, pack_seconds=1.5e-6
+)
 
 
 def capabilities(gear: str) -> Capabilities:

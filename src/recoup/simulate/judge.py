@@ -141,7 +141,7 @@ class Run:
         return at, moments
 
     def _generator_states(self) -> NDArray[np.int64]:
-        """Bytes of captured generator states at each operation: each stands from its draw on (to the end, which is no less than the truth)."""
+        """Bytes of captured generator states at each operation: from the draw to the end, which is no less than the truth."""
         states = np.zeros(self.index.count, dtype=np.int64)
         for op in self.index.closure_ops(self.recompute) if self.recompute else ():
             if "random" in self.index.graph.ops[op].flags:

@@ -15,11 +15,11 @@ import torch
 from recoup.errors import PlanMismatch, UsageError
 from recoup.plan import Plan
 from recoup.torch.interception import Interception
-from recoup.torch.live import LiveSession
+from recoup.torch.live import LiveSession, outer_recomputes
 from recoup.torch.naming import tensor_names
 from recoup.torch.planned import PlannedPolicy, SiteTable
 from recoup.torch.private import below_backward, is_faking
-from recoup.torch.promotion import Promotion
+from recoup.torch.promotion import CallState, Promotion
 from recoup.torch.signature import signature_of
 
 __all__ = ["Applied", "Report", "apply", "refuse_planned"]
@@ -85,7 +85,9 @@ class Applied:
     While it is applied, the model's ``state_dict``, names, classes, hooks, copies and pickles are what they were.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, gear: str | None = None, new_shape: NewShape = "reuse", audit_every: int = 100) -> None:
+    def __init__(
+        self, model: torch.nn.Module, plan: Plan, gear: str | None = None, new_shape: NewShape = "reuse", audit_every: int = 100
+    ) -> None:
         if new_shape not in ("reuse", "keep", "raise"):
             raise UsageError(f"new_shape is 'reuse', 'keep' or 'raise', not {new_shape!r}")
         if (gear or plan.gear) not in ("live", "static"):
@@ -121,7 +123,9 @@ class Applied:
             PlanMismatch: it is a plan for another model, or for another number of model calls in a step.
         """
         if plan.root_calls != self.plan.root_calls:
-            raise PlanMismatch(f"the plan is for steps with {plan.root_calls} calls of the model, the one applied for {self.plan.root_calls}")
+            raise PlanMismatch(
+                f"the plan is for steps with {plan.root_calls} calls of the model, the one applied for {self.plan.root_calls}"
+            )
         self._tables[plan.signature] = SiteTable(plan, self.model)
         self._plans[plan.signature] = plan
         self._install(plan)
@@ -163,11 +167,20 @@ class Applied:
         thread = self._thread
         if thread.call is not None:
             return thread.call.around(path, inner, args, kwargs)
-        if thread.busy or not torch.is_grad_enabled() or below_backward() or torch.compiler.is_compiling() or is_faking():
+        if (
+            thread.busy
+            or not torch.is_grad_enabled()
+            or below_backward()
+            or torch.compiler.is_compiling()
+            or is_faking()
+            or outer_recomputes()
+        ):
             return inner(*args, **kwargs)
         return self._root(thread, path, inner, args, kwargs)
 
-    def _root(self, thread: _Thread, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _root(
+        self, thread: _Thread, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if thread.roots % max(self.plan.root_calls, 1) == 0:
             thread.calls.clear()
         number = thread.roots % max(self.plan.root_calls, 1)
@@ -194,13 +207,18 @@ class Applied:
         if path or number or not planned or signature in self._tables:
             return self._tables.get(signature, self._tables[planned])
         if self.new_shape == "raise":
-            raise PlanMismatch(f"no plan for inputs {signature}; there are plans for {', '.join(self._tables)}. Add one with add_plan, or apply with new_shape='reuse'.")
+            raise PlanMismatch(
+                f"no plan for inputs {signature}; there are plans for {', '.join(self._tables)}. "
+                "Add one with add_plan, or apply with new_shape='reuse'."
+            )
         with self._lock:
             if signature not in self._shapes and len(self._shapes) < 1000:
                 self._shapes[signature] = None
         return self._tables[planned] if self.new_shape == "reuse" else None
 
-    def _run_static(self, thread: _Thread, static: object, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _run_static(
+        self, thread: _Thread, static: object, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         thread.busy = True
         try:
             with static:  # type: ignore[attr-defined]
@@ -220,8 +238,10 @@ class Applied:
         kwargs: dict[str, object],
     ) -> object:
         call = _LiveCall(table, thread.calls, self._names)
+        before: CallState | None = None
         if self._promotion is not None:
             call.session.packs = []
+            before = self._promotion.before(args, kwargs)
         thread.call = call
         finished = False
         try:
@@ -231,8 +251,8 @@ class Applied:
             return result
         finally:
             thread.call = None
-            if finished and self._promotion is not None:
-                self._promotion.learn(key, call.session, args, kwargs)
+            if finished and self._promotion is not None and before is not None:
+                self._promotion.learn(key, call.session, before)
             call.session.close()
             self._count(call)
 

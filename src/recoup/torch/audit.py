@@ -9,6 +9,7 @@ one; that pass also shows when each storage would die if autograd did not hold i
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 import zlib
 from collections import Counter
@@ -40,7 +41,8 @@ def checksum(tensor: Tensor) -> int:
     """CRC-32 over a tensor's elements, in order; seen by no dispatch mode."""
     with replaying():
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-        return zlib.crc32(content.numpy())
+        # Not through numpy(): it would forbid the storage to be resized ever after, and sharding resizes storages.
+        return zlib.crc32((ctypes.c_char * content.numel()).from_address(content.data_ptr())) if content.numel() else 0
 
 
 class _AuditPolicy:
@@ -89,9 +91,17 @@ class _ProbeSession(LiveSession):
         self.sums: weakref.WeakKeyDictionary[Version, int] = weakref.WeakKeyDictionary()
 
     def _call(self, op: Captured, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        written = [t for key in op.traits.written for t in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)]
+        written = [
+            t
+            for key in op.traits.written
+            for t in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
+        ]
         spare = {id(tensor): lay(anchor(tensor.untyped_storage().clone(), tensor.device), layout_of(tensor)) for tensor in written}
-        watched = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in spare and tensor.untyped_storage().nbytes() <= _WATCHED_BYTES]
+        watched = [
+            tensor
+            for tensor in tensors_in((args, kwargs))
+            if id(tensor) not in spare and tensor.untyped_storage().nbytes() <= _WATCHED_BYTES
+        ]
         result = super()._call(op, func, args, kwargs)
         before = [checksum(tensor) for tensor in watched]
         generator = torch.default_generator.get_state()
@@ -200,7 +210,6 @@ class _Calls:
 
     def _root(self, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if not torch.is_grad_enabled():
-            self.calls[path] += 1
             return inner(*args, **kwargs)
         policy = _AuditPolicy(self.calls, self.names, self.refused)
         policy.enter(path)
@@ -229,6 +238,7 @@ def rebuild_everything(step: Callable[[], object], model: torch.nn.Module, refus
     Raises:
         CaptureError: the step fails under the executor for another reason than a wrong rebuild.
     """
+    wrong: dict[str, str] = {}
     for _ in range(_ROUNDS):
         calls = _Calls(model, _DropSession, refused)
         error: Exception | None = None

@@ -56,7 +56,19 @@ class Captured:
         outputs: the versions it makes on fresh storages, with the place among its result tensors.
     """
 
-    __slots__ = ("__weakref__", "arguments", "func", "generator", "inputs", "keywords", "outputs", "overwrites", "sequence", "site", "traits")
+    __slots__ = (
+        "__weakref__",
+        "arguments",
+        "func",
+        "generator",
+        "inputs",
+        "keywords",
+        "outputs",
+        "overwrites",
+        "sequence",
+        "site",
+        "traits",
+    )
 
     def __init__(self, sequence: int, func: Callable[..., object], traits: Traits, site: str) -> None:
         self.sequence = sequence
@@ -107,12 +119,10 @@ class Handle:
         self.probe: object = None
 
 
-def capture_generator(func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], device: torch.device) -> GeneratorState:
+def capture_generator(traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], device: torch.device) -> GeneratorState:
     """The state of the generator that a random operation is about to draw from."""
-    place = next((i for i, argument in enumerate(func._schema.arguments) if argument.name == traits.generator), -1) if traits.generator else -1
-    given = kwargs.get(traits.generator) if traits.generator else None
-    if given is None and 0 <= place < len(args):
-        given = args[place]
+    place = traits.generator_place
+    given = args[place] if 0 <= place < len(args) else kwargs.get(traits.generator)
     generator = given if isinstance(given, torch.Generator) else default_generator(device)
     return GeneratorState(traits.generator, place, generator.device, generator.get_state())
 

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,14 +14,13 @@ from torch import Tensor
 from recoup.errors import CaptureError
 from recoup.graph.site import site_of
 from recoup.torch.capture import Captured, Version
-from recoup.torch.live import LiveSession
+from recoup.torch.live import LiveSession, outer_recomputes
 from recoup.torch.naming import LazyName, tensor_names
 from recoup.torch.private import current_backward, in_functional_transform
 from recoup.torch.traits import Traits
 
 __all__ = ["RegionReport", "checkpoint"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _SMALLEST_DROPPED_BYTES = 1024
@@ -46,13 +45,17 @@ class RegionReport:
         return f"RegionReport(dropped_bytes={self.dropped_bytes}, copied_bytes={self.copied_bytes}, kept={self.kept})"
 
 
-def checkpoint(fn: Callable[P, R], *args: P.args, report: RegionReport | None = None, use_reentrant: bool | None = None, **kwargs: P.kwargs) -> R:
+def checkpoint(
+    fn: Callable[..., R], *args: object, report: RegionReport | None = None, use_reentrant: bool | None = None, **kwargs: object
+) -> R:
     """Run ``fn(*args, **kwargs)`` and recompute its activations in the backward pass instead of keeping them.
 
     Unlike ``torch.utils.checkpoint.checkpoint`` the Python of ``fn`` runs once: its operations are captured and
     replayed, so counters, caches, hooks and batch-norm statistics move once, and random numbers are those of the
     forward whatever generator they came from. What cannot be replayed safely is kept: results of collectives and of
     unknown operators, routing decisions, memory filled behind the dispatcher's back, tensors below 1 KiB.
+
+    Inside of another region, ours or one of ``torch.utils.checkpoint``, it just calls ``fn``: the outer region recomputes.
 
     Args:
         fn: any callable; its result is returned as it is.
@@ -63,22 +66,26 @@ def checkpoint(fn: Callable[P, R], *args: P.args, report: RegionReport | None = 
         ReplayMismatch: in the backward, if something that the recomputation reads has changed since.
         CaptureError: the region uses a functional transform that forbids saved-tensor hooks.
     """
-    if not torch.is_grad_enabled() or current_backward() != -1 or getattr(_inside, "region", False):
+    if not torch.is_grad_enabled() or current_backward() != -1 or getattr(_inside, "region", False) or outer_recomputes():
         return fn(*args, **kwargs)
     if in_functional_transform():
-        warnings.warn("recoup.torch.checkpoint inside a torch.func transform recomputes nothing: the transform saves tensors its own way", stacklevel=2)
+        warnings.warn(
+            "recoup.torch.checkpoint inside a torch.func transform recomputes nothing: the transform saves tensors its own way",
+            stacklevel=2,
+        )
         return fn(*args, **kwargs)
     policy = _Everything(_name(fn), tensor_names(_modules_of(fn)))
     session = LiveSession(policy)
-    _inside.region = True
-    session.on()
     try:
+        _inside.region = True
+        session.on()
         with session.hooks:
             return fn(*args, **kwargs)
     except RuntimeError as error:
         if "saved tensor hooks" in str(error):
             raise CaptureError(
-                f"{policy.region}: a torch.func transform inside the region forbids saved-tensor hooks ({error}). Call the transform outside of checkpoint()."
+                f"{policy.region}: a torch.func transform inside the region forbids saved-tensor hooks ({error}). "
+                "Call the transform outside of checkpoint()."
             ) from error
         raise
     finally:

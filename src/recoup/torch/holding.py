@@ -81,7 +81,7 @@ class Leaf:
         if tensor.untyped_storage().nbytes() != self.nbytes:
             raise ReplayMismatch(
                 f"{self.name}, {tensor.dtype} of shape {list(tensor.shape)}, was {self.nbytes} bytes when the forward read it and is "
-                f"{tensor.untyped_storage().nbytes()} bytes now: its memory was released before the backward had rebuilt what depends on it. "
+                f"{tensor.untyped_storage().nbytes()} bytes now: its memory was released too early. "
                 "Keep it until the backward is done."
             )
         return tensor

@@ -21,7 +21,7 @@ from recoup.torch.rebuild import Rebuilder, draw
 from recoup.torch.traits import Traits, is_random, traits_of
 from recoup.torch.views import Layout, is_plain, layout_of, tensors_in
 
-__all__ = ["LiveSession", "Policy", "Uncapturable"]
+__all__ = ["LiveSession", "Policy", "Uncapturable", "outer_recomputes"]
 
 
 UNFILLED = "memory that no operation the dispatcher sees has filled"
@@ -114,10 +114,18 @@ class LiveSession:
         self._register(op, result, keys)
         return result
 
-    def _run_writing(self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], wanted: bool) -> object:
-        written = [tensor for key in traits.written for tensor in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)]
+    def _run_writing(
+        self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], wanted: bool
+    ) -> object:
+        written = [
+            tensor
+            for key in traits.written
+            for tensor in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
+        ]
         entries: list[tuple[Tensor, _Entry | None]] = []
         for tensor in written:
+            if not is_plain(tensor):
+                continue
             key = storage_key(tensor)
             leaf = self.leaves.get(key)
             if leaf is not None and (found := leaf()) is not None:
@@ -154,18 +162,23 @@ class LiveSession:
         entry.counters = (tensor._version, tensor._version + 1)
 
     def _call(self, op: Captured, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if not is_random(func, op.traits, args, kwargs):
+        if not is_random(op.traits, args, kwargs):
             return func(*args, **kwargs)
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
         # Under the lock no replay in another thread can move the default generator between the look at it and the draw.
         with generator_lock:
-            op.generator = capture_generator(func, op.traits, args, kwargs, device)
+            op.generator = capture_generator(op.traits, args, kwargs, device)
             return draw(op, args, kwargs)
 
     # -- capturing
 
     def _capture(
-        self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], writing: set[int] | None = None
+        self,
+        func: torch._ops.OpOverload,
+        traits: Traits,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        writing: set[int] | None = None,
     ) -> tuple[Captured, set[int]]:
         if traits.refusal:
             raise Uncapturable(traits.refusal)
@@ -272,7 +285,7 @@ class LiveSession:
 
     def on(self) -> None:
         """Start capturing in this thread, below the dispatch modes that are active, so that what they change is seen changed."""
-        above = [_pop_mode() for _ in range(below_modes())]
+        above: list[TorchDispatchMode] = [mode for _ in range(below_modes()) if (mode := _pop_mode()) is not None]
         _push_mode(self.mode)
         for mode in reversed(above):
             _push_mode(mode)
@@ -282,7 +295,7 @@ class LiveSession:
         above: list[TorchDispatchMode] = []
         while below_modes() > 0:
             mode = _pop_mode()
-            if mode is self.mode:
+            if mode is self.mode or mode is None:
                 break
             above.append(mode)
         for mode in reversed(above):
@@ -300,7 +313,9 @@ class _LiveMode(TorchDispatchMode):
         super().__init__()
         self._session = weakref.ref(session)
 
-    def __torch_dispatch__(self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         session = self._session()
         assert session is not None
         return session.run(func, args, kwargs or {})
@@ -316,3 +331,12 @@ def unpack(packed: Held | Handle) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's storage while it lives."""
     return tensor.untyped_storage()._cdata
+
+
+def outer_recomputes() -> bool:
+    """Whether the innermost saved-tensor hooks are those of ``torch.utils.checkpoint``.
+
+    It pairs what the forward saves with what its recomputation saves by order alone, so nothing may be dropped on the way to it.
+    """
+    outer = outer_saved_tensor_hooks()
+    return outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"

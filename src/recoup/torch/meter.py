@@ -26,7 +26,18 @@ from torch.utils._pytree import tree_leaves
 from recoup.errors import CaptureError, UsageError
 from recoup.torch.state import reachable
 
-__all__ = ["CpuMeter", "CudaMeter", "Meter", "device_of", "mark", "measure_peak", "meter_for", "profile_operations", "resident_bytes", "standing_tensors"]
+__all__ = [
+    "CpuMeter",
+    "CudaMeter",
+    "Meter",
+    "device_of",
+    "mark",
+    "measure_peak",
+    "meter_for",
+    "profile_operations",
+    "resident_bytes",
+    "standing_tensors",
+]
 
 _LABEL = "recoup:"
 _MEASURED = "recoup:measured"
@@ -231,12 +242,13 @@ def _kineto_events(run: Callable[[], object]) -> list[list[_Event]]:
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as session:
         run()
     streams: dict[int, list[_Event]] = {}
+    assert session is not None
     results = session.kineto_results
     for event in results.events() if results is not None else ():
         stream = streams.setdefault(event.start_thread_id(), [])
         if event.name() == "[memory]":
             if event.device_type() == torch.autograd.DeviceType.CPU:
-                stream.append(_Event("memory", "", event.nbytes(), event.start_ns()))
+                stream.append(_Event("memory", "", event.nbytes(), event.start_ns()))  # pyrefly: ignore[missing-attribute]
         elif event.name().startswith(_LABEL):
             stream.append(_Event("push", event.name(), 0, event.start_ns()))
             stream.append(_Event("pop", "", 0, event.start_ns() + event.duration_ns()))

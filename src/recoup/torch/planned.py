@@ -59,7 +59,9 @@ class SiteTable:
         for site in sorted(plan.recompute_sites):
             place = parse_site(site)
             if place.path not in paths:
-                raise PlanMismatch(f"the plan names {site}, but the model has no module {place.path!r}; was the plan made for another model?")
+                raise PlanMismatch(
+                    f"the plan names {site}, but the model has no module {place.path!r}; was the plan made for another model?"
+                )
             wanted.setdefault((place.path, place.call), {}).setdefault((place.name, place.nth), set()).add(place.output)
         self.calls = {key: {op: frozenset(outputs) for op, outputs in ops.items()} for key, ops in wanted.items()}
         self.watched = {_module_call(text) for pattern in plan.watch for text in expand(pattern)}
@@ -112,6 +114,7 @@ class PlannedPolicy:
         return before
 
     def wants(self, traits: Traits) -> bool:
+        """Whether the plan recomputes an output of this operation."""
         frame = self.frame
         outputs = frame.table.get((traits.name, frame.count(traits)))
         if outputs is None:
@@ -121,9 +124,11 @@ class PlannedPolicy:
         return True
 
     def site(self, traits: Traits) -> str:
+        """The site of the operation last counted."""
         return self.frame.site(traits)
 
     def keeps(self, op: Captured, place: int, tensor: Tensor) -> str:
+        """Why an output stays, '' if it may go."""
         if place not in self.outputs:
             return "kept by the plan"
         if op.traits.decision and not tensor.is_floating_point():
@@ -131,11 +136,14 @@ class PlannedPolicy:
         return ""
 
     def drops(self, version: Version, tensor: Tensor) -> bool:
+        """Whatever the plan has captured is dropped."""
         return True
 
     def name(self, tensor: Tensor) -> LazyName:
+        """The name of a tensor for messages."""
         return LazyName(self.names, f"module {self.frame.path!r}", tensor)
 
     def kept(self, site: str, reason: str) -> None:
+        """Note what the plan recomputes and had to be kept."""
         if reason != "kept by the plan":
             self.reasons.setdefault(site, reason)

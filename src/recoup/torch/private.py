@@ -126,7 +126,9 @@ def _test_shared_alias() -> bool:
     aliases: list[Tensor] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Callable[..., object], types: object, args: tuple[Tensor, ...] = (), kwargs: dict[str, object] | None = None) -> object:
+        def __torch_dispatch__(
+            self, func: Callable[..., object], types: object, args: tuple[Tensor, ...] = (), kwargs: dict[str, object] | None = None
+        ) -> object:
             aliases.append(shared_alias(args[0]))
             return func(*args, **(kwargs or {}))
 

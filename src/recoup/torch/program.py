@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from recoup.torch.capture import Argument, Captured, Version
 from recoup.torch.holding import Held, Leaf
@@ -101,25 +100,26 @@ class Program:
     saved: tuple[SavedTensor, ...]
 
 
-def compile_program(session: LiveSession, model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Program:
+def compile_program(session: LiveSession, model: torch.nn.Module, inputs: dict[int, int]) -> Program:
     """The static program of a live call whose forward is over and whose backward has not begun.
+
+    Args:
+        session: the live call.
+        model: whose parameters and buffers can be found again by name.
+        inputs: places of the call's tensor arguments by storage, as they were before the call.
 
     Raises:
         NotStatic: something that a replay reads cannot be found again by hooks alone.
     """
-    return _Compiler(session, model, args, kwargs).compile()
+    return _Compiler(session, model, inputs).compile()
 
 
 class _Compiler:
-    def __init__(self, session: LiveSession, model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def __init__(self, session: LiveSession, model: torch.nn.Module, inputs: dict[int, int]) -> None:
         assert session.packs is not None
         self.packs = session.packs
         self.named = _named_storages(model)
-        self.inputs = {
-            storage_key(leaf): place
-            for place, leaf in enumerate(tree_leaves((args, kwargs)))
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        }
+        self.inputs = inputs
         self.saved_keys = _saved_storages(self.packs)
         self.versions: dict[int, int] = {}
         self.order: list[Version] = []
@@ -227,7 +227,9 @@ class _Compiler:
     def _saved(self, place: int, source: Version | Held, layout: Layout, needs: list[frozenset[int]]) -> SavedTensor:
         if isinstance(source, Version):
             number = self.versions[id(source)]
-            return SavedTensor(layout.size, layout.dtype, number, layout, -1, tuple(sorted(needs[number])), probe_offsets(layout), source.site)
+            return SavedTensor(
+                layout.size, layout.dtype, number, layout, -1, tuple(sorted(needs[number])), probe_offsets(layout), source.site
+            )
         leaf = next((number for number, found in enumerate(self.sources) if found.kind == "saved" and found.place == place), -1)
         return SavedTensor(layout.size, layout.dtype, -1, layout, leaf, (), (), "")
 
@@ -241,7 +243,11 @@ def _named_storages(model: torch.nn.Module) -> dict[int, LeafSource]:
     for path, module in model.named_modules():
         for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in table.items():
-                if tensor is not None and tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                if (
+                    tensor is not None
+                    and tensor.layout is torch.strided
+                    and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+                ):
                     found.setdefault(storage_key(tensor), LeafSource(kind, path, name, -1))
     return found
 

@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from recoup.torch.holding import Held
-from recoup.torch.live import LiveSession
+from recoup.torch.live import LiveSession, storage_key
 from recoup.torch.program import LeafSource, NotStatic, Program, compile_program
 from recoup.torch.static import StaticCall
 
@@ -24,6 +25,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 Key = tuple[str, int, str]
 Attributes = dict[tuple[int, str], object]
+
+
+class CallState(NamedTuple):
+    """What a call starts from: its settings, and the places of its tensor arguments by storage."""
+
+    settings: tuple[object, ...]
+    inputs: dict[int, int]
 
 
 @dataclass
@@ -69,29 +77,28 @@ class Promotion:
             return None
         return _Watched(self, state, state.program, self._leaves(state.program, args, kwargs))
 
-    def learn(self, key: Key, session: LiveSession, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def learn(self, key: Key, session: LiveSession, before: CallState) -> None:
         """A live call's forward is over: remember how it ran, and promote its kind once enough calls ran alike."""
         with self._lock:
             state = self._states.setdefault(key, _State())
         if state.tries >= _TRIES:
             return
         try:
-            program = compile_program(session, self.model, args, kwargs)
+            program = compile_program(session, self.model, before.inputs)
         except NotStatic as reason:
             state.tries += 1
             self._refuse(state, str(reason))
             return
-        settings = self._settings(args, kwargs)
         if state.program is not None:
             if program != state.program:
                 state.tries += 1
                 self._refuse(state, "an audit found that the step no longer runs as it did")
             return
-        if state.programs and (program != state.programs[-1] or settings != state.settings):
+        if state.programs and (program != state.programs[-1] or before.settings != state.settings):
             state.tries += 1
             self._refuse(state, "the last live calls did not run alike")
         state.programs.append(program)
-        state.settings = settings
+        state.settings = before.settings
         state.attributes.append(self._attributes())
         if len(state.programs) >= WARM_UP_CALLS:
             state.program = program
@@ -111,7 +118,17 @@ class Promotion:
 
     # -- guards
 
-    def _settings(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
+    def before(self, args: tuple[object, ...], kwargs: dict[str, object]) -> CallState:
+        """What a call starts from; taken before the call, which may change its own arguments."""
+        tensors = {
+            storage_key(leaf): place
+            for place, leaf in enumerate(tree_leaves((args, kwargs)))
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        }
+        return CallState(self.settings(args, kwargs), tensors)
+
+    def settings(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
+        """What a call depends on besides the tensors and the modules, as it stands before the call."""
         return (
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
@@ -137,7 +154,7 @@ class Promotion:
                 yield self._tables[number], name, value
 
     def _tripped(self, state: _State, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
-        if self._settings(args, kwargs) != state.settings:
+        if self.settings(args, kwargs) != state.settings:
             return "autocast, a flag or a plain argument has changed"
         for table, name, value in state.guard:
             if table.get(name, _MISSING) != value:

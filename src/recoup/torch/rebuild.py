@@ -150,7 +150,9 @@ def replay(op: Captured) -> None:
         if version is None or version.left <= 0 or version.value is not None:
             continue
         if results[place].untyped_storage().nbytes() != version.nbytes:
-            raise ReplayMismatch(f"{version.site}: rebuilt {results[place].untyped_storage().nbytes()} bytes where the forward had {version.nbytes}")
+            raise ReplayMismatch(
+                f"{version.site}: rebuilt {results[place].untyped_storage().nbytes()} bytes where the forward had {version.nbytes}"
+            )
         version.value = results[place]
     for before, ref in op.overwrites:
         version = ref()
@@ -237,12 +239,14 @@ def _with_generator(arguments: tuple[object, ...], state: GeneratorState, genera
     return arguments
 
 
-def _keyword_generator(keywords: dict[str, object], arguments: tuple[object, ...], state: GeneratorState, generator: torch.Generator) -> dict[str, object]:
+def _keyword_generator(
+    keywords: dict[str, object], arguments: tuple[object, ...], state: GeneratorState, generator: torch.Generator
+) -> dict[str, object]:
     return keywords if state.place < len(arguments) else {**keywords, state.argument: generator}
 
 
 class replaying(AbstractContextManager[None]):
-    """Below autograd, autocast, torch-function and dispatch modes; only what is on gets switched off, since this runs once per saved tensor."""
+    """Below autograd, autocast, torch-function and dispatch modes; only what is on is switched off: it runs for every saved tensor."""
 
     __slots__ = ("_stack",)
 

@@ -98,7 +98,8 @@ class _Recording:
             ops=tuple(_op(number, op, seconds[number], scratch[number]) for number, op in enumerate(main.ops)),
             storages=tuple(_storage(storage, reasons.of(storage), unheld) for storage in main.storages),
             saves=tuple(
-                Save(ref=save.ref, packed_at=save.packed_at, unpacked_at=tuple(save.unpacked_at), released_at=save.released_at) for save in main.saves
+                Save(ref=save.ref, packed_at=save.packed_at, unpacked_at=tuple(save.unpacked_at), released_at=save.released_at)
+                for save in main.saves
             ),
             unpack_order=tuple(main.unpack_order),
             backwards=tuple(main.backwards),
@@ -236,7 +237,7 @@ def _least_seconds(main: Recorder, passes: list[Recorder]) -> list[float]:
 
 
 def _corrected(graph: StepGraph) -> StepGraph:
-    """The graph with what the allocator saw above the graph's own peak added to every operation's scratch, so that no peak is promised too low."""
+    """What the allocator saw above the graph's own peak goes into every operation's scratch, so that no peak is promised too low."""
     missing = (graph.measured_peak_bytes or 0) - peak_bytes(graph)
     if missing <= 0:
         return graph
@@ -283,7 +284,9 @@ def _demand_backward(main: Recorder) -> None:
     if not main.roots:
         raise CaptureError("the step never called the model; pass the module whose calls make the forward pass as model=")
     if not main.backwards:
-        raise CaptureError("the step ran no backward pass: nothing is kept for one, so there is nothing to plan. Call loss.backward() inside the step.")
+        raise CaptureError(
+            "the step ran no backward pass: nothing is kept for one, so there is nothing to plan. Call loss.backward() inside the step."
+        )
 
 
 def environment(device: torch.device) -> dict[str, str]:

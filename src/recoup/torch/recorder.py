@@ -24,13 +24,13 @@ from recoup.torch.interception import Interception
 from recoup.torch.live import storage_key
 from recoup.torch.meter import mark, standing_tensors
 from recoup.torch.private import below_backward, current_backward, shared_alias
-from recoup.torch.state import reachable
 from recoup.torch.signature import signature_of
+from recoup.torch.state import reachable
 from recoup.torch.timing import Clock
 from recoup.torch.traits import Traits, is_random, traits_of
 from recoup.torch.views import tensors_in, to_view
 
-__all__ = ["Recorder", "RecordedOp", "RecordedSave", "RecordedStorage"]
+__all__ = ["RecordedOp", "RecordedSave", "RecordedStorage", "Recorder"]
 
 
 @dataclass(slots=True)
@@ -154,9 +154,9 @@ class Recorder:
         self._live = {}
 
     def _around(self, path: str, inner: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        if below_backward():
-            return inner(*args, **kwargs)
         before = self._frame
+        if below_backward() or (before is self._outside and not torch.is_grad_enabled()):
+            return inner(*args, **kwargs)
         if before is self._outside:
             self._register_inputs(args, kwargs)
             self.roots += 1
@@ -282,7 +282,9 @@ class Recorder:
 
     def _written(self, number: int, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
         places: tuple[int | str, ...] = (*traits.written, *_statistics(traits, args))
-        tensors = [t for key in places for t in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)]
+        tensors = [
+            t for key in places for t in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
+        ]
         written: list[int] = []
         for tensor in tensors:
             record = self._known(tensor, "outside", "")
@@ -320,7 +322,9 @@ class _RecordMode(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         return self._recorder.run(func, args, kwargs or {})
 
 
@@ -333,7 +337,7 @@ def _statistics(traits: Traits, args: tuple[object, ...]) -> tuple[int, ...]:
 
 def _flags(func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, ...]:
     flags: list[str] = []
-    if isinstance(func, torch._ops.OpOverload) and is_random(func, traits, args, kwargs):
+    if isinstance(func, torch._ops.OpOverload) and is_random(traits, args, kwargs):
         flags.append("random")
     for flag, holds in (("decision", traits.decision), ("uninitialised", traits.uninitialised), ("sync", traits.sync)):
         if holds:

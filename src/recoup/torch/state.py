@@ -5,8 +5,9 @@ attributes of modules and of objects of the step's own package that it names; te
 and tensors in the step's own closure; whatever has ``state_dict`` and ``load_state_dict`` (optimizers, schedulers,
 gradient scalers); the default generators of PyTorch, Python and NumPy, and generator objects found in the same places.
 
-Not covered: attributes that a step sets for the first time, flags and text among them; iterators and data loaders without a state dict, counters in global variables, contents of lists and
-dictionaries other than tensors, files, other processes.
+Not covered: attributes that a step sets for the first time, flags and text among them; iterators and data loaders
+without a state dict; counters in global variables; contents of lists and dictionaries other than tensors; files; other
+processes.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype, device and bits; NaN equals NaN of the same bits, 0 differs from -0."""
     if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device or left.layout != right.layout:
         return False
+    if left.is_meta:
+        return True
     if left.layout == torch.sparse_coo:
         left, right = left.detach().coalesce(), right.detach().coalesce()
         return same_bits(left.indices(), right.indices()) and same_bits(left.values(), right.values())
@@ -171,7 +174,11 @@ class _Attributes(_Part):
             table.update(saved)
         # Flags and new attributes stay: a library that sets one up on its first call would set it up again.
         vars(self._holder).update(
-            {name: value for name, value in self._own.items() if name == "training" or (isinstance(value, _COUNTED) and not isinstance(value, bool))}
+            {
+                name: value
+                for name, value in self._own.items()
+                if name == "training" or (isinstance(value, _COUNTED) and not isinstance(value, bool))
+            }
         )
 
 

@@ -75,7 +75,9 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         if saved is None:
             return Held(tensor, f"saved tensor {count}")
         if tensor.shape != saved.size or tensor.dtype is not saved.dtype:
-            self.diverged = f"saved tensor {count} is {tensor.dtype} {list(tensor.shape)} where the program has {saved.dtype} {list(saved.size)}"
+            self.diverged = (
+                f"saved tensor {count} is {tensor.dtype} {list(tensor.shape)} where the program has {saved.dtype} {list(saved.size)}"
+            )
             return Held(tensor, f"saved tensor {count}")
         if saved.version < 0:
             held = Held(tensor, f"saved tensor {count}")
@@ -108,7 +110,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
             tensor = lay(value, saved.layout)
             if not same_probe(token.probe, read_probe(tensor, saved.offsets)):
                 raise ReplayMismatch(
-                    f"{saved.site}: rebuilt in the static gear, it is not what the forward had: a number or a branch of the step has changed "
+                    f"{saved.site}: rebuilt in the static gear, it is not what the forward had: a number or a branch of the step changed "
                     "since it was recorded. No weight has moved; run the step again, or apply the plan with gear='live'."
                 )
             self._used(saved.version)
@@ -166,8 +168,11 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         results = tensors_in(op.func(*arguments, **keywords))
         for number, version in op.outputs:
             if left[version] > 0 and values[version] is None:
-                if results[number].untyped_storage().nbytes() != self.program.nbytes[version]:
-                    raise ReplayMismatch(f"a replay in the static gear made {results[number].untyped_storage().nbytes()} bytes for {self.program.nbytes[version]}")
+                made = results[number].untyped_storage().nbytes()
+                if made != self.program.nbytes[version]:
+                    raise ReplayMismatch(
+                        f"a replay in the static gear made {made} bytes where the program has {self.program.nbytes[version]}"
+                    )
                 values[version] = results[number]
         for before, after in op.overwrites:
             if left[after] > 0:
@@ -187,7 +192,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
             held = self.cells[argument.leaf]  # type: ignore[attr-defined]
             if held is None:
                 raise ReplayMismatch(
-                    f"the step left the static program ({self.diverged or 'a tensor that replays read was never saved'}), and what was dropped before "
+                    f"the step left the static program ({self.diverged or 'a tensor that replays read was never saved'}), and what was dropped "
                     "cannot be rebuilt. No weight has moved; run the step again, or apply the plan with gear='live'."
                 )
             return lay(held.get(), argument.layout)  # type: ignore[attr-defined]

@@ -18,7 +18,9 @@ __all__ = ["Traits", "is_random", "traits_of"]
 
 # Ranges, metadata queries and autograd's own detaches come and go between two runs of one step.
 _BOOKKEEPING_NAMESPACES = frozenset({"profiler", "prim"})
-_BOOKKEEPING = frozenset({"aten.detach.default", "aten.alias.default", "aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default"})
+_BOOKKEEPING = frozenset(
+    {"aten.detach.default", "aten.alias.default", "aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default"}
+)
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp"})
 # Running mean and variance of these are written without an annotation: positions of (mean, variance, training).
 _BATCH_NORMS = {
@@ -27,7 +29,9 @@ _BATCH_NORMS = {
     "miopen_batch_norm": (3, 4, 5),
 }
 _UNINITIALISED = frozenset({"empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
-_DECISIONS = frozenset({"topk", "sort", "sort.stable", "argmax", "argmin", "nonzero", "multinomial", "_unique2", "unique_consecutive", "searchsorted.Tensor"})
+_DECISIONS = frozenset(
+    {"topk", "sort", "sort.stable", "argmax", "argmin", "nonzero", "multinomial", "_unique2", "unique_consecutive", "searchsorted.Tensor"}
+)
 _PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 
 
@@ -41,8 +45,9 @@ class Traits:
         view: returns views of its arguments and nothing else.
         mutable: the schema says that it writes an argument.
         written: positions (int) or names (str) of arguments it writes.
+        silencers: arguments (place, name, default, value) at whose value it draws none.
         seeded: draws random numbers, unless its probability is zero.
-        generator: name of its generator argument, '' if it has none.
+        generator, generator_place: name and position of its generator argument, '' and -1 if it has none.
         statistics: positions of (running mean, running variance, training flag), for batch norms.
         uninitialised: returns memory with arbitrary content.
         decision: its integer outputs decide routing or shapes and are kept, never rebuilt.
@@ -56,7 +61,9 @@ class Traits:
     mutable: bool = False
     written: tuple[int | str, ...] = ()
     seeded: bool = False
+    silencers: tuple[tuple[int, str, object, object], ...] = ()
     generator: str = ""
+    generator_place: int = -1
     statistics: tuple[int, int, int] | None = None
     uninitialised: bool = False
     decision: bool = False
@@ -71,15 +78,9 @@ def traits_of(func: object) -> Traits:
         return Traits(name=str(func), refusal="a higher-order operator, whose body cannot be seen")
     schema = func._schema
     name = op_name(str(func))
-    written = tuple(
-        argument.name if argument.kwarg_only else place
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    returns_views = bool(schema.returns) and all(
-        value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
-    )
-    generator = next((argument.name for argument in schema.arguments if "Generator" in str(argument.type)), "")
+    written = _written(func)
+    returns_views = bool(schema.returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    place, generator = next(((place, one.name) for place, one in enumerate(schema.arguments) if "Generator" in str(one.type)), (-1, ""))
     return Traits(
         name=name,
         bookkeeping=func.namespace in _BOOKKEEPING_NAMESPACES or str(func) in _BOOKKEEPING,
@@ -87,12 +88,40 @@ def traits_of(func: object) -> Traits:
         mutable=bool(written),
         written=written,
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
+        silencers=_silencers(func, name),
         generator=generator,
+        generator_place=place,
         statistics=_BATCH_NORMS.get(name),
         uninitialised=name in _UNINITIALISED,
         decision=name in _DECISIONS,
         sync=torch.Tag.data_dependent_output in func.tags,
         refusal=_refusal(func),
+    )
+
+
+def _written(func: OpOverload) -> tuple[int | str, ...]:
+    # Collectives of torch.distributed write the tensors they are given, and neither schema nor version counter says so.
+    silent = func.namespace == "c10d"
+    return tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(func._schema.arguments)
+        if (silent and "Tensor" in str(argument.type)) or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+def _silencers(func: OpOverload, name: str) -> tuple[tuple[int, str, object, object], ...]:
+    """Arguments (place, name, default, value) at whose value an operation tagged as random draws nothing."""
+    if name.startswith("bernoulli"):
+        return ()
+    return tuple(
+        (
+            place,
+            argument.name,
+            argument.default_value if argument.has_default_value() else None,
+            0 if argument.name in _PROBABILITY_ARGUMENTS else False,
+        )
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.name in (*_PROBABILITY_ARGUMENTS, "train", "training")
     )
 
 
@@ -108,18 +137,12 @@ def _refusal(func: OpOverload) -> str:
     return ""
 
 
-def is_random(func: OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def is_random(traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether this call draws random numbers: attention and dropout tagged as random draw none at probability zero."""
     if not traits.seeded:
         return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in _PROBABILITY_ARGUMENTS and not traits.name.startswith("bernoulli"):
-            default = argument.default_value if argument.has_default_value() else None
-            value = args[place] if place < len(args) else kwargs.get(argument.name, default)
-            if value == 0:
-                return False
-        if argument.name in ("train", "training") and not traits.name.startswith("bernoulli"):
-            value = args[place] if place < len(args) else kwargs.get(argument.name, None)
-            if value is False:
-                return False
+    for place, name, default, silent in traits.silencers:
+        value = args[place] if place < len(args) else kwargs.get(name, default)
+        if value is False if silent is False else value == 0:
+            return False
     return True

@@ -23,12 +23,12 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: Tensor) -> Layout:
     """The layout of a strided tensor."""
-    return Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return Layout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def to_view(tensor: Tensor) -> View:
     """The layout as the graph writes it down."""
-    return View(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), str(tensor.dtype).removeprefix("torch."))
+    return View(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype).removeprefix("torch."))
 
 
 def lay(base: Tensor, layout: Layout) -> Tensor:
