@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from recoup.errors import ReplayMismatch
 from recoup.torch.holding import Held
 from recoup.torch.live import LiveSession, storage_key
 from recoup.torch.program import LeafSource, NotStatic, Program, compile_program
-from recoup.torch.static import StaticCall
+from recoup.torch.static import StaticCall, Token
 
 __all__ = ["WARM_UP_CALLS", "Promotion"]
 
@@ -194,6 +195,16 @@ class _Watched(StaticCall):
         super().__exit__(*exc)
         if self.diverged:
             self._told[0].diverged(self._told[1], self.diverged)
+
+    def rebuilt(self, token: Token) -> torch.Tensor:
+        """See :meth:`StaticCall.rebuilt`; a mismatch also ends the program, so that the next call runs live."""
+        try:
+            return super().rebuilt(token)
+        except ReplayMismatch:
+            promotion, state = self._told
+            if state.program is self.program:
+                promotion.diverged(state, f"{token.saved.site} could not be rebuilt as the forward had it")
+            raise
 
 
 def _tables(model: torch.nn.Module) -> Iterator[dict[str, object]]:

@@ -21,10 +21,10 @@ from recoup.torch.program import LeafRead, Program, SavedTensor, VersionRead
 from recoup.torch.rebuild import replaying
 from recoup.torch.views import anchor, lay, tensors_in
 
-__all__ = ["StaticCall"]
+__all__ = ["StaticCall", "Token"]
 
 
-class _Token:
+class Token:
     """What autograd holds in place of a dropped tensor."""
 
     __slots__ = ("call", "probe", "saved")
@@ -68,7 +68,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
 
     # -- forward
 
-    def _pack(self, tensor: Tensor) -> Held | _Token:
+    def _pack(self, tensor: Tensor) -> Held | Token:
         count = self.count
         self.count = count + 1
         saved = self.program.saved[count] if count < len(self.program.saved) and not self.diverged else None
@@ -87,11 +87,11 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         if tensor.stride() != saved.layout.stride:
             self.diverged = f"saved tensor {count} ({saved.site}) has other strides than in the program"
             return Held(tensor, f"saved tensor {count}")
-        return _Token(self, saved, read_probe(tensor, saved.offsets))
+        return Token(self, saved, read_probe(tensor, saved.offsets))
 
     # -- backward
 
-    def rebuilt(self, token: _Token) -> Tensor:
+    def rebuilt(self, token: Token) -> Tensor:
         """The tensor that a token stands for.
 
         Raises:
@@ -192,7 +192,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
             held = self.cells[argument.leaf]  # type: ignore[attr-defined]
             if held is None:
                 raise ReplayMismatch(
-                    f"the step left the static program ({self.diverged or 'a tensor that replays read was never saved'}), and what was dropped "
+                    f"the step left the static program ({self.diverged or 'a tensor it reads was never saved'}), and what was dropped "
                     "cannot be rebuilt. No weight has moved; run the step again, or apply the plan with gear='live'."
                 )
             return lay(held.get(), argument.layout)  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         return argument
 
 
-def _unpack(packed: Held | _Token) -> Tensor:
-    if type(packed) is _Token:
+def _unpack(packed: Held | Token) -> Tensor:
+    if type(packed) is Token:
         return packed.call.rebuilt(packed)
     return packed.get()  # type: ignore[union-attr]
