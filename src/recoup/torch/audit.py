@@ -24,7 +24,7 @@ from recoup.torch.frames import Frame
 from recoup.torch.holding import Held
 from recoup.torch.interception import Interception
 from recoup.torch.live import LiveSession, storage_key, unpack
-from recoup.torch.naming import LazyName, tensor_names
+from recoup.torch.naming import Namer, tensor_names
 from recoup.torch.private import below_backward
 from recoup.torch.rebuild import replaying, run
 from recoup.torch.state import same_bits
@@ -76,8 +76,8 @@ class _AuditPolicy:
     def drops(self, version: Version, tensor: Tensor) -> bool:
         return self.dropping and version.site not in self.refused
 
-    def name(self, tensor: Tensor) -> LazyName:
-        return LazyName(self.names, f"module {self.frame.path!r}", tensor)
+    def namer(self) -> Namer:
+        return self.frame.names(self.names)
 
     def kept(self, site: str, reason: str) -> None:
         self.refused.setdefault(site, reason)

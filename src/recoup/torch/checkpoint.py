@@ -15,7 +15,7 @@ from recoup.errors import CaptureError
 from recoup.graph.site import site_of
 from recoup.torch.capture import Captured, Version
 from recoup.torch.live import LiveSession, outer_recomputes
-from recoup.torch.naming import LazyName, tensor_names
+from recoup.torch.naming import Namer, tensor_names
 from recoup.torch.private import current_backward, in_functional_transform
 from recoup.torch.traits import Traits
 
@@ -101,7 +101,7 @@ class _Everything:
 
     def __init__(self, region: str, names: Callable[[], dict[int, str]]) -> None:
         self.region = region
-        self.names = names
+        self._namer = Namer(names, f"region {region}")
         self.counts: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
 
@@ -123,8 +123,8 @@ class _Everything:
     def drops(self, version: Version, tensor: Tensor) -> bool:
         return version.nbytes >= _SMALLEST_DROPPED_BYTES
 
-    def name(self, tensor: Tensor) -> LazyName:
-        return LazyName(self.names, f"region {self.region}", tensor)
+    def namer(self) -> Namer:
+        return self._namer
 
     def kept(self, site: str, reason: str) -> None:
         self.reasons.setdefault(site, reason)

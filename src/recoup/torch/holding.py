@@ -11,24 +11,33 @@ from collections.abc import Callable
 from torch import Tensor
 
 from recoup.errors import ReplayMismatch
+from recoup.torch.naming import Namer
 from recoup.torch.private import Hooks, shared_alias
 from recoup.torch.views import anchor
 
-__all__ = ["Held", "Leaf"]
+__all__ = ["Held", "Leaf", "named"]
+
+
+def named(name: str | Namer, tensor: Tensor) -> str:
+    """A name for people."""
+    return name if isinstance(name, str) else name.of(tensor)
 
 
 class Held:
-    """One tensor that is kept for the backward pass, as it was when it was saved."""
+    """One tensor that is kept for the backward pass, as it was when it was saved.
+
+    ``alias`` is what to hold in place of the tensor, where the caller has one that shares its version counter.
+    """
 
     __slots__ = ("name", "packed", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: Tensor, name: object, hooks: Hooks | None = None) -> None:
+    def __init__(self, tensor: Tensor, name: str | Namer, hooks: Hooks | None = None, alias: Tensor | None = None) -> None:
         self.name = name
         self.version = tensor._version
         self.unpack: Callable[[object], Tensor] | None = None
         self.packed: object = None
         # An output of an autograd node would hold its own node alive through this object: detach it.
-        self.tensor: Tensor | None = shared_alias(tensor) if tensor.grad_fn is not None else tensor
+        self.tensor: Tensor | None = alias if alias is not None else shared_alias(tensor) if tensor.grad_fn is not None else tensor
         if hooks is not None and not (tensor.is_leaf and tensor.requires_grad):
             self.packed, self.unpack = hooks[0](tensor), hooks[1]
             self.tensor = None
@@ -45,7 +54,8 @@ class Held:
         assert tensor is not None
         if tensor._version != self.version:
             raise ReplayMismatch(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: {self.name}, "
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{named(self.name, tensor)}, "
                 f"{tensor.dtype} of shape {list(tensor.shape)}, is at version {tensor._version}; expected version {self.version}. "
                 "Move the write behind the backward pass, or write out of place."
             )
@@ -61,7 +71,7 @@ class Leaf:
 
     __slots__ = ("__weakref__", "base", "held", "key", "name", "nbytes", "source")
 
-    def __init__(self, tensor: Tensor, key: int, name: object, hooks: Hooks | None) -> None:
+    def __init__(self, tensor: Tensor, key: int, name: str | Namer, hooks: Hooks | None) -> None:
         self.key = key
         self.name = name
         self.nbytes = tensor.untyped_storage().nbytes()
@@ -80,7 +90,7 @@ class Leaf:
         tensor = self.held.get()
         if tensor.untyped_storage().nbytes() != self.nbytes:
             raise ReplayMismatch(
-                f"{self.name}, {tensor.dtype} of shape {list(tensor.shape)}, was {self.nbytes} bytes when the forward read it and is "
+                f"{named(self.name, tensor)}, {tensor.dtype} of shape {list(tensor.shape)}, was {self.nbytes} bytes in the forward and is "
                 f"{tensor.untyped_storage().nbytes()} bytes now: its memory was released too early. "
                 "Keep it until the backward is done."
             )

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from recoup.torch.capture import Argument, Captured, Handle, Version, capture_generator, generator_lock
 from recoup.torch.holding import Held, Leaf
+from recoup.torch.naming import Namer
 from recoup.torch.private import below_modes, outer_saved_tensor_hooks
 from recoup.torch.rebuild import Rebuilder, draw
 from recoup.torch.traits import Traits, is_random, traits_of
@@ -50,8 +51,8 @@ class Policy(Protocol):
         """Whether a tensor about to be saved, on a version that could be rebuilt, is to be dropped."""
         ...
 
-    def name(self, tensor: Tensor) -> object:
-        """What to call a tensor that the region did not make."""
+    def namer(self) -> Namer:
+        """Who can name a tensor that is read now and that the region did not make."""
         ...
 
     def kept(self, site: str, reason: str) -> None:
@@ -224,7 +225,7 @@ class LiveSession:
         ref = self.leaves.get(key)
         leaf = ref() if ref is not None else None
         if leaf is None:
-            leaf = Leaf(tensor, key, self.policy.name(tensor), self.outer)
+            leaf = Leaf(tensor, key, self.policy.namer(), self.outer)
             self.leaves[key] = weakref.ref(leaf)
         return leaf
 
@@ -276,7 +277,7 @@ class LiveSession:
                 if self.packs is not None:
                     self.packs.append((entry.version, layout))
                 return self.rebuilder.drop(entry.version, layout)
-        held = Held(tensor, self.policy.name(tensor), self.outer)
+        held = Held(tensor, self.policy.namer(), self.outer, tensor.detach() if tensor.grad_fn is not None else None)
         if self.packs is not None:
             self.packs.append((held, Layout(tensor.shape, (), 0, tensor.dtype)))
         return held

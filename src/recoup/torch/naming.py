@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["LazyName", "tensor_names"]
+__all__ = ["Namer", "tensor_names"]
 
 
 def tensor_names(modules: Iterable[torch.nn.Module]) -> Callable[[], dict[int, str]]:
@@ -22,19 +22,17 @@ def tensor_names(modules: Iterable[torch.nn.Module]) -> Callable[[], dict[int, s
     return look
 
 
-class LazyName:
-    """What to call a tensor, worked out only if an error needs it."""
+class Namer:
+    """Names tensors read in one place; asked only when an error needs a name, so that no forward pays for it."""
 
-    __slots__ = ("_names", "_pointer", "_where")
+    __slots__ = ("_names", "_where")
 
-    def __init__(self, names: Callable[[], dict[int, str]], where: str, tensor: Tensor) -> None:
+    def __init__(self, names: Callable[[], dict[int, str]], where: str) -> None:
         self._names = names
         self._where = where
-        self._pointer = tensor.data_ptr() if tensor.numel() and tensor.layout is torch.strided else 0
 
-    def __str__(self) -> str:
-        name = self._names().get(self._pointer)
+    def of(self, tensor: Tensor) -> str:
+        """A parameter's or buffer's name and the place, or just the place."""
+        pointer = tensor.data_ptr() if tensor.numel() and tensor.layout is torch.strided else 0
+        name = self._names().get(pointer)
         return f"{name}, read in {self._where}" if name else f"a tensor read in {self._where}"
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self), spec)

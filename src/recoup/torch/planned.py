@@ -15,7 +15,7 @@ from recoup.graph.site import expand
 from recoup.plan import Plan
 from recoup.torch.capture import Captured, Version
 from recoup.torch.frames import Frame
-from recoup.torch.naming import LazyName
+from recoup.torch.naming import Namer
 from recoup.torch.traits import Traits
 
 __all__ = ["PlannedFrame", "PlannedPolicy", "SiteTable", "parse_site"]
@@ -139,9 +139,9 @@ class PlannedPolicy:
         """Whatever the plan has captured is dropped."""
         return True
 
-    def name(self, tensor: Tensor) -> LazyName:
-        """The name of a tensor for messages."""
-        return LazyName(self.names, f"module {self.frame.path!r}", tensor)
+    def namer(self) -> Namer:
+        """Who can name tensors read in the current module call."""
+        return self.frame.names(self.names)
 
     def kept(self, site: str, reason: str) -> None:
         """Note what the plan recomputes and had to be kept."""

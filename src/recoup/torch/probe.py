@@ -8,28 +8,34 @@ straight from memory (about a microsecond a tensor); elsewhere they are copied o
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recoup.torch.views import Layout
 
-__all__ = ["Offsets", "probe_offsets", "read_probe", "same_probe"]
-
-Offsets = tuple[int, ...]
-"""Element offsets, relative to the first element of the tensor."""
+__all__ = ["Probe", "probe_of", "read_probe", "same_probe"]
 
 _INTEGERS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64, 16: ctypes.c_uint64}
-_PROBES = 4
 
 
-def probe_offsets(layout: Layout) -> Offsets:
-    """Offsets of up to four elements spread over a tensor; none for an empty one."""
+class Probe(NamedTuple):
+    """Where to look in a tensor: element offsets from its first element, and the integer to read there as raw bits."""
+
+    middle: int
+    last: int
+    integer: type[ctypes.c_uint8 | ctypes.c_uint16 | ctypes.c_uint32 | ctypes.c_uint64]
+    element_bytes: int
+
+
+def probe_of(layout: Layout) -> Probe | None:
+    """The probe of a layout: an element near the middle and the last one; None for an empty tensor."""
     count = layout.size.numel()
     if count == 0:
-        return ()
-    places = sorted({(count - 1) * number // (_PROBES - 1) for number in range(_PROBES)})
-    return tuple(_offset(place, layout) for place in places)
+        return None
+    size = layout.dtype.itemsize
+    return Probe(_offset(count * 4 // 7, layout), _offset(count - 1, layout), _INTEGERS[size], size)
 
 
 def _offset(place: int, layout: Layout) -> int:
@@ -40,21 +46,20 @@ def _offset(place: int, layout: Layout) -> int:
     return offset
 
 
-def read_probe(tensor: Tensor, offsets: Offsets) -> object:
-    """The elements at those offsets, as bits; on other devices than CPU a small copy."""
-    if tensor.device.type == "cpu":
-        size = tensor.element_size()
-        integer = _INTEGERS[size]
+def read_probe(tensor: Tensor, probe: Probe | None) -> object:
+    """The elements at those offsets, as bits; on other devices than CPU small copies."""
+    if probe is None:
+        return None
+    if tensor.is_cpu:
         base = tensor.data_ptr()
-        return [integer.from_address(base + offset * size).value for offset in offsets]
+        integer, size = probe.integer, probe.element_bytes
+        return integer.from_address(base + probe.middle * size).value, integer.from_address(base + probe.last * size).value
     start = tensor.storage_offset()
-    return [tensor.as_strided((1,), (1,), start + offset).clone() for offset in offsets]
+    return [tensor.as_strided((1,), (1,), start + offset).clone() for offset in (probe.middle, probe.last)]
 
 
 def same_probe(noted: object, found: object) -> bool:
     """Whether two probes of one tensor agree bit for bit."""
-    assert isinstance(noted, list)
-    assert isinstance(found, list)
-    if noted and isinstance(noted[0], Tensor):
+    if isinstance(noted, list) and isinstance(found, list):
         return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in zip(noted, found, strict=True))
     return noted == found

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from recoup.torch.capture import Argument, Captured, Version
-from recoup.torch.holding import Held, Leaf
+from recoup.torch.holding import Held, Leaf, named
 from recoup.torch.live import LiveSession, storage_key
-from recoup.torch.probe import Offsets, probe_offsets
+from recoup.torch.probe import Probe, probe_of
 from recoup.torch.views import Layout
 
 __all__ = ["LeafRead", "LeafSource", "NotStatic", "Program", "SavedTensor", "StaticOp", "VersionRead", "compile_program"]
@@ -62,7 +62,7 @@ class SavedTensor(NamedTuple):
     layout: Layout
     leaf: int
     leaves: tuple[int, ...]
-    offsets: Offsets
+    probe: Probe | None
     site: str
 
 
@@ -203,7 +203,7 @@ class _Compiler:
 
     def _source(self, leaf: Leaf) -> LeafSource:
         if leaf.base is not None or leaf.held.tensor is None:
-            raise NotStatic(f"{leaf.name} is written in place, or held by other saved-tensor hooks")
+            raise NotStatic(f"{_called(leaf)} is written in place, or held by other saved-tensor hooks")
         if leaf.key in self.named:
             return self.named[leaf.key]
         place = self.saved_keys.get((leaf.key, leaf.held.version))
@@ -211,7 +211,7 @@ class _Compiler:
             return LeafSource("saved", "", "", place)
         if leaf.key in self.inputs:
             return LeafSource("input", "", "", self.inputs[leaf.key])
-        raise NotStatic(f"{leaf.name} is kept for replays only; without a dispatch mode nothing sees it")
+        raise NotStatic(f"{_called(leaf)} is kept for replays only; without a dispatch mode nothing sees it")
 
     def _leaf_needs(self, captured: list[Captured], ops: tuple[StaticOp, ...]) -> list[frozenset[int]]:
         """For each version the leaves that it is rebuilt from, through other versions too."""
@@ -227,11 +227,13 @@ class _Compiler:
     def _saved(self, place: int, source: Version | Held, layout: Layout, needs: list[frozenset[int]]) -> SavedTensor:
         if isinstance(source, Version):
             number = self.versions[id(source)]
-            return SavedTensor(
-                layout.size, layout.dtype, number, layout, -1, tuple(sorted(needs[number])), probe_offsets(layout), source.site
-            )
+            return SavedTensor(layout.size, layout.dtype, number, layout, -1, tuple(sorted(needs[number])), probe_of(layout), source.site)
         leaf = next((number for number, found in enumerate(self.sources) if found.kind == "saved" and found.place == place), -1)
-        return SavedTensor(layout.size, layout.dtype, -1, layout, leaf, (), (), "")
+        return SavedTensor(layout.size, layout.dtype, -1, layout, leaf, (), None, "")
+
+
+def _called(leaf: Leaf) -> str:
+    return named(leaf.name, leaf.get())
 
 
 def _flat(values: tuple[object, ...]) -> list[object]:

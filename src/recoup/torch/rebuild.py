@@ -25,9 +25,9 @@ from recoup.errors import ReplayMismatch
 from recoup.torch.capture import Argument, Captured, GeneratorState, Handle, Version, default_generator, generator_lock
 from recoup.torch.holding import Held
 from recoup.torch.private import below_modes, call_at_end_of_backward, current_backward
-from recoup.torch.views import anchor, lay, tensors_in
+from recoup.torch.views import anchor, fitted, lay, tensors_in
 
-__all__ = ["Rebuilder", "draw", "replay"]
+__all__ = ["Rebuilder", "draw", "is_quiet", "replay"]
 
 
 class Rebuilder:
@@ -56,7 +56,13 @@ class Rebuilder:
         Raises:
             ReplayMismatch: what the rebuild reads has changed since the forward.
         """
-        with self.lock, replaying():
+        if is_quiet():
+            return self._tensor(handle)
+        with replaying():
+            return self._tensor(handle)
+
+    def _tensor(self, handle: Handle) -> Tensor:
+        with self.lock:
             task = current_backward()
             if task != self.task or task == -1:
                 self._begin(task, handle)
@@ -187,8 +193,8 @@ def _resolve(argument: object, moved: dict[int, Tensor]) -> object:
             if value is None:
                 value = source.value
             assert value is not None
-            return lay(value, argument.layout)
-        return lay(source.get(), argument.layout)  # type: ignore[union-attr]
+            return fitted(value, argument.layout)
+        return fitted(source.get(), argument.layout)  # type: ignore[union-attr]
     if type(argument) is list:
         return [_resolve(item, moved) for item in argument]
     if type(argument) is Held:
@@ -243,6 +249,17 @@ def _keyword_generator(
     keywords: dict[str, object], arguments: tuple[object, ...], state: GeneratorState, generator: torch.Generator
 ) -> dict[str, object]:
     return keywords if state.place < len(arguments) else {**keywords, state.argument: generator}
+
+
+def is_quiet() -> bool:
+    """Whether there is nothing that ``replaying`` would have to switch off: so it is in nearly every backward pass."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or below_modes()
+        or torch._C._len_torch_function_stack()
+    )
 
 
 class replaying(AbstractContextManager[None]):

@@ -7,6 +7,7 @@ replays read, and a probe of every dropped tensor, are compared in the backward.
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import AbstractContextManager
 
@@ -18,8 +19,8 @@ from recoup.torch.holding import Held
 from recoup.torch.private import call_at_end_of_backward, current_backward, keeps_graph
 from recoup.torch.probe import read_probe, same_probe
 from recoup.torch.program import LeafRead, Program, SavedTensor, VersionRead
-from recoup.torch.rebuild import replaying
-from recoup.torch.views import anchor, lay, tensors_in
+from recoup.torch.rebuild import is_quiet, replaying
+from recoup.torch.views import anchor, fitted, lay, tensors_in
 
 __all__ = ["StaticCall", "Token"]
 
@@ -71,23 +72,22 @@ class StaticCall(AbstractContextManager["StaticCall"]):
     def _pack(self, tensor: Tensor) -> Held | Token:
         count = self.count
         self.count = count + 1
-        saved = self.program.saved[count] if count < len(self.program.saved) and not self.diverged else None
-        if saved is None:
-            return Held(tensor, f"saved tensor {count}")
+        if self.diverged or count >= len(self.program.saved):
+            return _held(tensor, count)
+        saved = self.program.saved[count]
         if tensor.shape != saved.size or tensor.dtype is not saved.dtype:
-            self.diverged = (
-                f"saved tensor {count} is {tensor.dtype} {list(tensor.shape)} where the program has {saved.dtype} {list(saved.size)}"
-            )
-            return Held(tensor, f"saved tensor {count}")
+            found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(saved.size)}"
+            self.diverged = f"saved tensor {count} is {found} where the program has {wanted}"
+            return _held(tensor, count)
         if saved.version < 0:
-            held = Held(tensor, f"saved tensor {count}")
+            held = _held(tensor, count)
             if saved.leaf >= 0 and self.leaf_left[saved.leaf] > 0:
                 self.cells[saved.leaf] = held
             return held
         if tensor.stride() != saved.layout.stride:
             self.diverged = f"saved tensor {count} ({saved.site}) has other strides than in the program"
-            return Held(tensor, f"saved tensor {count}")
-        return Token(self, saved, read_probe(tensor, saved.offsets))
+            return _held(tensor, count)
+        return Token(self, saved, read_probe(tensor, saved.probe))
 
     # -- backward
 
@@ -97,8 +97,14 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         Raises:
             ReplayMismatch: the rebuilt tensor is not what the forward had, or what it is rebuilt from has changed.
         """
+        if is_quiet():
+            return self._tensor(token)
+        with replaying():
+            return self._tensor(token)
+
+    def _tensor(self, token: Token) -> Tensor:
         saved = token.saved
-        with self.lock, replaying():
+        with self.lock:
             task = current_backward()
             if task != self.task or task == -1:
                 self._begin(task)
@@ -108,7 +114,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
                 value = self.values[saved.version]
                 assert value is not None
             tensor = lay(value, saved.layout)
-            if not same_probe(token.probe, read_probe(tensor, saved.offsets)):
+            if not same_probe(token.probe, read_probe(tensor, saved.probe)):
                 raise ReplayMismatch(
                     f"{saved.site}: rebuilt in the static gear, it is not what the forward had: a number or a branch of the step changed "
                     "since it was recorded. No weight has moved; run the step again, or apply the plan with gear='live'."
@@ -187,7 +193,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
             if value is None:
                 value = self.values[argument.version]  # type: ignore[attr-defined]
             assert value is not None
-            return lay(value, argument.layout)  # type: ignore[attr-defined]
+            return fitted(value, argument.layout)  # type: ignore[attr-defined]
         if kind is LeafRead:
             held = self.cells[argument.leaf]  # type: ignore[attr-defined]
             if held is None:
@@ -195,10 +201,19 @@ class StaticCall(AbstractContextManager["StaticCall"]):
                     f"the step left the static program ({self.diverged or 'a tensor it reads was never saved'}), and what was dropped "
                     "cannot be rebuilt. No weight has moved; run the step again, or apply the plan with gear='live'."
                 )
-            return lay(held.get(), argument.layout)  # type: ignore[attr-defined]
+            return fitted(held.get(), argument.layout)  # type: ignore[attr-defined]
         if kind is tuple:
             return [self._resolve(item, moved) for item in argument]  # type: ignore[attr-defined]
         return argument
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(count: int) -> str:
+    return f"saved tensor {count}"
+
+
+def _held(tensor: Tensor, count: int) -> Held:
+    return Held(tensor, _number(count), None, tensor.detach() if tensor.grad_fn is not None else None)
 
 
 def _unpack(packed: Held | Token) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recoup.graph.step import View
 
-__all__ = ["Layout", "anchor", "is_plain", "lay", "layout_of", "tensors_in", "to_view"]
+__all__ = ["Layout", "anchor", "fitted", "is_plain", "lay", "layout_of", "tensors_in", "to_view"]
 
 
 class Layout(NamedTuple):
@@ -39,6 +39,18 @@ def lay(base: Tensor, layout: Layout) -> Tensor:
         return base.as_strided(layout.size, layout.stride, layout.offset)
     empty = torch.empty(0, dtype=layout.dtype, device=base.device)
     return empty.set_(base.untyped_storage(), layout.offset, layout.size, layout.stride)
+
+
+def fitted(base: Tensor, layout: Layout) -> Tensor:
+    """``base`` itself if it has that layout, else a new tensor on its storage; for reading only."""
+    if (
+        base.shape == layout.size
+        and base.stride() == layout.stride
+        and base.dtype is layout.dtype
+        and base.storage_offset() == layout.offset
+    ):
+        return base
+    return lay(base, layout)
 
 
 def anchor(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
