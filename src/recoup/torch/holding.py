@@ -24,20 +24,17 @@ def named(name: str | Namer, tensor: Tensor) -> str:
 
 
 class Held:
-    """One tensor that is kept for the backward pass, as it was when it was saved.
-
-    ``alias`` is what to hold in place of the tensor, where the caller has one that shares its version counter.
-    """
+    """One tensor that is kept for the backward pass, as it was when it was saved."""
 
     __slots__ = ("name", "packed", "tensor", "unpack", "version")
 
-    def __init__(self, tensor: Tensor, name: str | Namer, hooks: Hooks | None = None, alias: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, name: str | Namer, hooks: Hooks | None = None) -> None:
         self.name = name
         self.version = tensor._version
         self.unpack: Callable[[object], Tensor] | None = None
         self.packed: object = None
         # An output of an autograd node would hold its own node alive through this object: detach it.
-        self.tensor: Tensor | None = alias if alias is not None else shared_alias(tensor) if tensor.grad_fn is not None else tensor
+        self.tensor: Tensor | None = shared_alias(tensor) if tensor.grad_fn is not None else tensor
         if hooks is not None and not (tensor.is_leaf and tensor.requires_grad):
             self.packed, self.unpack = hooks[0](tensor), hooks[1]
             self.tensor = None

@@ -277,7 +277,7 @@ class LiveSession:
                 if self.packs is not None:
                     self.packs.append((entry.version, layout))
                 return self.rebuilder.drop(entry.version, layout)
-        held = Held(tensor, self.policy.namer(), self.outer, tensor.detach() if tensor.grad_fn is not None else None)
+        held = Held(tensor, self.policy.namer(), self.outer)
         if self.packs is not None:
             self.packs.append((held, Layout(tensor.shape, (), 0, tensor.dtype)))
         return held

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 TESTED_TORCH = ("2.13",)
+_COUNTING = torch._C.DispatchKey.ADInplaceOrView
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
@@ -81,7 +82,9 @@ def shared_alias(tensor: Tensor) -> Tensor:
 
     Below a dispatch mode the key that shares counters is excluded, and ``detach`` gives a fresh counter, blind to later writes.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING):
+        return tensor.detach()
+    with torch._C._SetExcludeDispatchKeyGuard(_COUNTING, False):
         return tensor.detach()
 
 

@@ -233,7 +233,8 @@ class _Compiler:
 
 
 def _called(leaf: Leaf) -> str:
-    return named(leaf.name, leaf.get())
+    tensor = leaf.base if leaf.base is not None else leaf.held.tensor
+    return "a tensor" if tensor is None else named(leaf.name, tensor)
 
 
 def _flat(values: tuple[object, ...]) -> list[object]:

@@ -213,7 +213,7 @@ def _number(count: int) -> str:
 
 
 def _held(tensor: Tensor, count: int) -> Held:
-    return Held(tensor, _number(count), None, tensor.detach() if tensor.grad_fn is not None else None)
+    return Held(tensor, _number(count))
 
 
 def _unpack(packed: Held | Token) -> Tensor:
