@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from rich.table import Table
 
-from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, progress_bar, ratio, write
+from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, progress_bar, ratio, sizes, write
 from benchmarks.workloads import load
 from recoup.errors import InfeasibleBudget
 from recoup.graph import StepGraph
@@ -76,7 +76,7 @@ def gradients_equal(checks: Iterable[Check]) -> bool:
 
 def measure(name: str, options: argparse.Namespace, advance: Advance) -> list[Row]:
     """The rows of one workload."""
-    model, step = load(name, tiny=options.tiny)
+    model, step = load(name, tiny=options.tiny, **sizes(options))
     advance(f"{name}: recording")
     graph = record(step, model=model, name=name)
     advance(f"{name}: least peak")

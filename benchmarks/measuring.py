@@ -29,7 +29,19 @@ from rich.table import Table
 from benchmarks.workloads import WORKLOADS
 from recoup.errors import UsageError
 
-__all__ = ["Advance", "Timing", "arguments", "chosen_workloads", "environment", "mebibytes", "progress_bar", "ratio", "rounds", "write"]
+__all__ = [
+    "Advance",
+    "Timing",
+    "arguments",
+    "chosen_workloads",
+    "environment",
+    "mebibytes",
+    "progress_bar",
+    "ratio",
+    "rounds",
+    "sizes",
+    "write",
+]
 
 Advance = Callable[[str], None]
 
@@ -104,6 +116,7 @@ def arguments(description: str, *, repeats: int | None = None, workloads: Iterab
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(workloads), help="names, separated by commas (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="the tiny sizes, to try the benchmark itself")
+    parser.add_argument("--batch", type=int, help="another batch size than each workload's own")
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats, help="timed rounds (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of PyTorch (default: all cores, %(default)s)")
@@ -188,3 +201,8 @@ def write(options: argparse.Namespace, rows: Iterable[Any], tables: Iterable[Tab
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text)
         sys.stderr.write(f"Wrote {options.out}\n")
+
+
+def sizes(options: argparse.Namespace) -> dict[str, int]:
+    """The sizes that the command line asks for, to go over a workload's own."""
+    return {} if options.batch is None else {"batch": options.batch}

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measuring import Advance, Timing, arguments, chosen_workloads, progress_bar, rounds, write
+from benchmarks.measuring import Advance, Timing, arguments, chosen_workloads, progress_bar, rounds, sizes, write
 from benchmarks.peer_strategies import every_block, plain
 from benchmarks.workloads import load
 from recoup.graph import StepGraph
@@ -125,7 +125,7 @@ def small(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def drops_nothing(name: str, options: argparse.Namespace, advance: Advance) -> list[Row]:
     """A plan that drops nothing, in both gears, over the plain step."""
-    model, step = load(name, tiny=options.tiny)
+    model, step = load(name, tiny=options.tiny, **sizes(options))
     advance(f"{name}: recording")
     graph = record(step, model=model, name=name)
     variants: dict[str, Callable[[], AbstractContextManager[object]]] = {"plain": partial(plain, model, step, [])}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.measuring import Advance, Timing, arguments, chosen_workloads, mebibytes, progress_bar, ratio, rounds, write
+from benchmarks.measuring import Advance, Timing, arguments, chosen_workloads, mebibytes, progress_bar, ratio, rounds, sizes, write
 from benchmarks.peer_strategies import PEERS, Inapplicable
 from benchmarks.workloads import load
 from recoup.errors import InfeasibleBudget
@@ -61,6 +61,10 @@ class Row:
     peer_ratio: float | None = None
     gap: float | None = None
     note: str = ""
+
+
+LEARNING_STEPS = 4
+"""Steps before anything is measured: the static gear learns from three live ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +115,14 @@ def recoup_entries(graph: Any, model: torch.nn.Module, step: Callable[[], object
         except InfeasibleBudget as error:
             entries.append(_Entry(replace(row, note=f"does not fit: needs {mebibytes(error.least_bytes)} MiB"), None))
             continue
-        enter = partial(apply, model, plan, gear=gear)
-        with enter():
+        applied = apply(model, plan, gear=gear)
+        with applied:
+            for _ in range(LEARNING_STEPS):
+                step()
             peak_bytes = measure_peak(step, model)
         note = "drops nothing" if plan.drops_nothing else "OVER BUDGET" if peak_bytes > budget_bytes else ""
         row = replace(row, predicted_peak_bytes=plan.peak_bytes, measured_peak_bytes=peak_bytes, gap=plan.gap, note=note)
-        entries.append(_Entry(row, enter))
+        entries.append(_Entry(row, lambda applied=applied: applied))  # entered again and again; what the static gear learnt stays
     return entries
 
 
@@ -139,7 +145,7 @@ def _with_time(row: Row, timing: Timing | None, base_seconds: float, peer: Timin
 
 def measure(name: str, options: argparse.Namespace, advance: Advance) -> list[Row]:
     """All rows of one workload."""
-    model, step = load(name, tiny=options.tiny)
+    model, step = load(name, tiny=options.tiny, **sizes(options))
     entries = peer_entries(name, model, step, advance)
     if not options.peers_only:
         from recoup.torch import record

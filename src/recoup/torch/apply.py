@@ -156,6 +156,10 @@ class Applied:
             _planned.pop(self.model, None)
 
     def __enter__(self) -> Self:
+        """Apply the plan again if it was removed; what the static gear has learnt stays."""
+        if self._interception is None:
+            refuse_planned(self.model)
+            self._install(self.plan)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
