@@ -310,6 +310,13 @@ class LiveSession:
 
 
 class _LiveMode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # No compiler runs below this mode; the guard against one would cost several microseconds an operation.
+        return False
+
     def __init__(self, session: LiveSession) -> None:
         super().__init__()
         self._session = weakref.ref(session)

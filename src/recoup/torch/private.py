@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "TESTED_TORCH",
@@ -104,6 +105,7 @@ def self_test() -> list[tuple[str, bool, str]]:
     attempt("saved-tensor hooks can be looked up", _test_outer_hooks)
     attempt("storages can be watched", _test_storage_watch)
     attempt("functional transforms can be seen", lambda: not in_functional_transform())
+    attempt("dispatch modes can leave the compiler's guard out", lambda: hasattr(TorchDispatchMode, "_should_skip_dynamo"))
     attempt("module calls can be wrapped", lambda: "_compiled_call_impl" in torch.nn.Module._wrapped_call_impl.__code__.co_names)
     return results
 
@@ -124,8 +126,6 @@ def _test_backward_id() -> bool:
 
 
 def _test_shared_alias() -> bool:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     aliases: list[Tensor] = []
 
     class Mode(TorchDispatchMode):

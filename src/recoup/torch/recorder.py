@@ -318,6 +318,12 @@ class Recorder:
 
 
 class _RecordMode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
