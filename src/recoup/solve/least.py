@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from msgspec import structs
+
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
 from recoup.simulate.index import replays
@@ -35,6 +39,10 @@ def least_judged(problem: Problem) -> Judged:
     starts = [judge(index, strategy.choose(problem).recompute, executor) for strategy in NAMED]
     starts.append(judge(index, frame.dropping, executor))
     starts.append(judge(index, frame.needed, executor))
+    narrower = _narrower(executor)
+    if narrower is not None:
+        # Whatever a narrower executor can run, this one can too, and the narrower search may go deeper.
+        starts.append(judge(index, least_judged(replace(problem, executor=narrower)).recompute, executor))
     best = min(starts, key=_rank)
     for found in starts:
         rows.learn(found.run, 0)
@@ -54,6 +62,13 @@ def least_judged(problem: Problem) -> Judged:
         if not better and not fresh and len(rows.learned) == known:
             break
     return lower_peak(index, best, executor, frame.dropping)
+
+
+def _narrower(executor: Capabilities) -> Capabilities | None:
+    """This executor without random replays and unsaved leaves; None if it has neither."""
+    if not (executor.keeps_unsaved or executor.replays_random):
+        return None
+    return structs.replace(executor, keeps_unsaved=False, replays_random=False)
 
 
 def _rank(found: Judged) -> tuple[int, float]:

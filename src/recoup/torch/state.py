@@ -16,6 +16,7 @@ import copy
 import functools
 import random
 import types
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, Self, TypeGuard, final
@@ -146,17 +147,40 @@ class _Values(_Part):
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         distinct = {id(tensor): tensor for tensor in tensors}
         self._values = [(tensor, tensor.detach().clone()) for tensor in distinct.values()]
-        self._grads = [(tensor, tensor.grad) for tensor in distinct.values() if tensor.is_leaf]
-        grads = {id(grad): grad for _, grad in self._grads if grad is not None}
-        self._values += [(grad, grad.detach().clone()) for grad in grads.values()]
+        # Held weakly: a step that lets go of its old gradients must free them while it is recorded, as it does otherwise.
+        self._grads = [(tensor, _Gradient.of(tensor.grad)) for tensor in distinct.values() if tensor.is_leaf]
 
     def restore(self) -> None:
         for tensor, grad in self._grads:
-            tensor.grad = grad
+            tensor.grad = None if grad is None else grad.restored()
         with torch.no_grad():
             for tensor, value in self._values:
                 if not same_bits(tensor, value):
                     tensor.copy_(value)
+
+
+@final
+class _Gradient:
+    """A gradient's value, and the tensor it was if that is still alive."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        self._alive = weakref.ref(grad)
+        self._value = grad.detach().clone()
+
+    @classmethod
+    def of(cls, grad: torch.Tensor | None) -> _Gradient | None:
+        return None if grad is None else cls(grad)
+
+    def restored(self) -> torch.Tensor:
+        """The same tensor with the same value, or a new one with that value if nobody holds the old one."""
+        grad = self._alive()
+        if grad is None:
+            grad = self._value.clone()
+            self._alive = weakref.ref(grad)
+        elif not same_bits(grad, self._value):
+            with torch.no_grad():
+                grad.copy_(self._value)
+        return grad
 
 
 @final
