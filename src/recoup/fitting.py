@@ -11,11 +11,12 @@ import msgspec
 import torch
 
 import recoup.torch
-from recoup.errors import VerifyFailure
+from recoup.errors import UsageError, VerifyFailure
 from recoup.graph import StepGraph
 from recoup.plan import Plan
 from recoup.simulate import simulate
 from recoup.solve import solve
+from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
 from recoup.torch import Applied, Report
 from recoup.torch.free import free_bytes
@@ -88,6 +89,10 @@ def fit(
         UsageError: the budget or an option cannot be understood.
     """
     wanted = parse_budget(budget)
+    executors_of(gear)
+    strategy = strategy_of(strategy)
+    if steps < 1:
+        raise UsageError(f"at least one step is compared, got steps={steps}")
     tell = progress or (lambda done, total, text: None)
     graph = recoup.torch.record(step, model=model, name=name, progress=progress)
     # Resolved once: a corrected graph has a higher unplanned peak, which must not raise a budget given as a share of it.
