@@ -147,3 +147,8 @@ def test_missing_and_unwritable_files(tmp_path: Path) -> None:
         load_plan(tmp_path / "absent.json")
     with pytest.raises(UsageError, match="cannot write"):
         save_plan(PLAN, tmp_path / "absent" / "plan.json")
+
+
+def test_a_plan_saves_itself(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == PLAN

@@ -7,6 +7,7 @@ that is kept is held only where a replay reads it. ``recoup.plan.file`` reads an
 from __future__ import annotations
 
 from functools import cached_property
+from os import PathLike
 from typing import Literal
 
 import msgspec
@@ -82,6 +83,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def recompute_sites(self) -> frozenset[str]:
         """Sites of the storages to recompute, ranges expanded."""
         return frozenset(site for decision in self.decisions if decision.action == "recompute" for site in expand(decision.site))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan as JSON that a person can read and compare; ``recoup.load_plan`` reads it back.
+
+        Raises:
+            UsageError: the path cannot be written.
+        """
+        from recoup.plan.file import save_plan  # reads and writes plans, so it imports this module
+
+        save_plan(self, path)
 
     @property
     def drops_nothing(self) -> bool:
