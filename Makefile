@@ -28,8 +28,8 @@ demo: $(STAMP)
 	$(BIN)/recoup fit $(DEMO) $(DEMO_SIZES) --budget 60% -o out/gpt2.plan.json --force
 	@echo "== What the plan says"
 	$(BIN)/recoup show out/gpt2.plan.json
-	@echo "== Peak against time for all strategies, two points measured"
-	$(BIN)/recoup frontier $(DEMO) $(DEMO_SIZES) --measure 2 --figure out/frontier.png --csv out/frontier.csv --force
+	@echo "== Peak against time for all strategies, four points measured"
+	$(BIN)/recoup frontier $(DEMO) $(DEMO_SIZES) --measure 4 --figure out/frontier.png --csv out/frontier.csv --force
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from statistics import median
 from typing import TYPE_CHECKING
 
 from recoup.cli.console import Progress
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_points", "measure_points"]
 
-_REPEATS = 5
+_ROUNDS = 7
+# The static gear learns from three live steps.
+_LEARNING_STEPS = 4
 
 
 def choose_points(points: Sequence[FrontierPoint], count: int) -> tuple[FrontierPoint, ...]:
@@ -36,25 +40,35 @@ def measure_points(
 ) -> tuple[FrontierPoint, ...]:
     """The chosen points with measured peak, measured median seconds, and their ratio to the unplanned step timed beside it."""
     from recoup.solve import solve
-    from recoup.torch import apply, measure_peak, time_step
+    from recoup.torch import apply, measure_peak
 
     model, step = workload.model, workload.step
     chosen = choose_points(points, count)
     measured = []
-    before_seconds = time_step(step, _REPEATS)
     for place, point in enumerate(chosen):
         if progress is not None:
             progress(place, len(chosen), f"{point.strategy} {place + 1}")
         budget_bytes = point.budget_bytes or point.predicted_peak_bytes
         plan = solve(graph, budget_bytes, strategy=point.strategy, gear=point.gear)
-        with apply(model, plan):
+        applied = apply(model, plan)
+        with applied:
+            for _ in range(_LEARNING_STEPS):
+                step()
             peak_bytes = measure_peak(step, model)
-            seconds = time_step(step, _REPEATS)
-        after_seconds = time_step(step, _REPEATS)
-        # Other load on the machine only ever adds time, so the faster of the two neighbours is nearer the truth.
-        unplanned_seconds = min(before_seconds, after_seconds)
-        before_seconds = after_seconds
+        seconds, unplanned_seconds = _side_by_side(step, applied)
         measured.append(
             dataclasses.replace(point, measured_peak_bytes=peak_bytes, step_seconds=seconds, relative_time=seconds / unplanned_seconds)
         )
     return tuple(measured)
+
+
+def _side_by_side(step: Callable[[], object], applied: AbstractContextManager[object]) -> tuple[float, float]:
+    """Median seconds of the planned and of the unplanned step, in alternating rounds."""
+    from recoup.torch import time_step
+
+    planned, unplanned = [], []
+    for _ in range(_ROUNDS):
+        unplanned.append(time_step(step, 1))
+        with applied:
+            planned.append(time_step(step, 1))
+    return median(planned), median(unplanned)
