@@ -232,14 +232,16 @@ def probe_operations(step: Callable[[], object], model: torch.nn.Module) -> dict
     return refused
 
 
-def rebuild_everything(step: Callable[[], object], model: torch.nn.Module, refused: dict[str, str], restore: Callable[[], None]) -> None:
+def rebuild_everything(step: Callable[[], object], model: torch.nn.Module, refused: dict[str, str], restore: Callable[[], None]) -> int:
     """Run the step with everything dropped that is not in ``refused``; add to it what does not come back right, until all does.
+
+    Returns how many passes that took.
 
     Raises:
         CaptureError: the step fails under the executor for another reason than a wrong rebuild.
     """
     wrong: dict[str, str] = {}
-    for _ in range(_ROUNDS):
+    for passes in range(1, _ROUNDS + 1):
         calls = _Calls(model, _DropSession, refused)
         error: Exception | None = None
         try:
@@ -249,7 +251,7 @@ def rebuild_everything(step: Callable[[], object], model: torch.nn.Module, refus
         wrong = {site: reason for session in calls.sessions if isinstance(session, _DropSession) for site, reason in session.wrong.items()}
         refused.update({site: reason for site, reason in wrong.items() if site not in refused})
         if error is None and not wrong:
-            return
+            return passes
         if error is not None and not wrong:
             raise CaptureError(f"the step fails when its activations are rebuilt: {type(error).__name__}: {error}") from error
         restore()

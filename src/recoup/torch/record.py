@@ -71,7 +71,7 @@ class _Recording:
         self.runs = runs
         self.progress = progress
         self.device = device_of(model)
-        self.total = runs + 5
+        self.total = runs + 4
         self.done = 0
 
     def graph(self, name: str) -> StepGraph:
@@ -85,9 +85,6 @@ class _Recording:
             scratch = self._scratch(snapshot, main)
             self._tell("auditing: every operation runs twice")
             refused = probe_operations(self.step, self.model)
-            snapshot.restore()
-            self._tell("auditing: everything is dropped and rebuilt")
-            rebuild_everything(self.step, self.model, refused, snapshot.restore)
             snapshot.restore()
             unheld = self._unheld(refused, main, snapshot)
             self._tell("measuring the peak")
@@ -140,16 +137,23 @@ class _Recording:
         place = aligned(main, recorder)
         return [max(highs.get(place[number], 0) - made[place[number]], 0) if number in place else 0 for number in range(len(main.ops))]
 
-    def _unheld(self, refused: dict[str, str], main: Recorder, snapshot: Snapshot) -> dict[str, int]:
-        """For each activation that may be rebuilt, the gap at which it dies if nothing holds it for the backward."""
-        self._tell("recording without saved tensors")
+    def _dropping(self, refused: dict[str, str], snapshot: Snapshot) -> tuple[Recorder, int]:
+        """A recording of the step with all dropped that is not refused, and how many passes it holds."""
         recorder = Recorder(self.model, clock_for(self.device), saving=False)
-
-        def dropping() -> None:
-            rebuild_everything(self.step, self.model, refused, snapshot.restore)
-
-        recorder.record(dropping)
+        counts: list[int] = []
+        recorder.record(lambda: counts.append(rebuild_everything(self.step, self.model, refused, snapshot.restore)))
         snapshot.restore()
+        return recorder, counts[0]
+
+    def _unheld(self, refused: dict[str, str], main: Recorder, snapshot: Snapshot) -> dict[str, int]:
+        """Rebuild everything; for each activation that may be rebuilt, the gap at which it dies if nothing holds it for the backward.
+
+        What does not come back right is added to ``refused``, and the pass is recorded anew without it.
+        """
+        self._tell("auditing: everything is dropped and rebuilt")
+        recorder, passes = self._dropping(refused, snapshot)
+        while passes > 1:
+            recorder, passes = self._dropping(refused, snapshot)
         back = {number: here for here, number in aligned(main, recorder).items()}
         deaths: dict[str, int] = {}
         for storage in recorder.storages:
