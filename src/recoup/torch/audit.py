@@ -28,7 +28,7 @@ from recoup.torch.naming import Namer, tensor_names
 from recoup.torch.private import below_backward
 from recoup.torch.rebuild import replaying, run
 from recoup.torch.state import same_bits
-from recoup.torch.traits import Traits
+from recoup.torch.traits import Traits, updated_statistics, written_tensors
 from recoup.torch.views import anchor, lay, layout_of, tensors_in
 
 __all__ = ["checksum", "probe_operations", "rebuild_everything"]
@@ -91,11 +91,7 @@ class _ProbeSession(LiveSession):
         self.sums: weakref.WeakKeyDictionary[Version, int] = weakref.WeakKeyDictionary()
 
     def _call(self, op: Captured, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        written = [
-            t
-            for key in op.traits.written
-            for t in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
-        ]
+        written = written_tensors(op.traits, args, kwargs)
         spare = {id(tensor): lay(anchor(tensor.untyped_storage().clone(), tensor.device), layout_of(tensor)) for tensor in written}
         watched = [
             tensor
@@ -106,7 +102,7 @@ class _ProbeSession(LiveSession):
         before = [checksum(tensor) for tensor in watched]
         generator = torch.default_generator.get_state()
         with replaying():
-            hidden = self._statistics(op.traits, args)
+            hidden = updated_statistics(op.traits, args)
             again = run(
                 op,
                 tuple(None if place in hidden else _swapped(value, spare) for place, value in enumerate(args)),

@@ -16,7 +16,7 @@ from recoup.graph.site import site_of
 from recoup.torch.capture import Captured, Version
 from recoup.torch.live import LiveSession, outer_recomputes
 from recoup.torch.naming import Namer, tensor_names
-from recoup.torch.private import current_backward, in_functional_transform
+from recoup.torch.private import below_backward, in_functional_transform
 from recoup.torch.traits import Traits
 
 __all__ = ["RegionReport", "checkpoint"]
@@ -66,7 +66,7 @@ def checkpoint(
         ReplayMismatch: in the backward, if something that the recomputation reads has changed since.
         CaptureError: the region uses a functional transform that forbids saved-tensor hooks.
     """
-    if not torch.is_grad_enabled() or current_backward() != -1 or getattr(_inside, "region", False) or outer_recomputes():
+    if not torch.is_grad_enabled() or below_backward() or getattr(_inside, "region", False) or outer_recomputes():
         return fn(*args, **kwargs)
     if in_functional_transform():
         warnings.warn(

@@ -66,7 +66,7 @@ class Leaf:
     (``protect``), so that replays read what the forward read.
     """
 
-    __slots__ = ("__weakref__", "base", "held", "key", "name", "nbytes", "source")
+    __slots__ = ("__weakref__", "base", "held", "key", "name", "nbytes")
 
     def __init__(self, tensor: Tensor, key: int, name: str | Namer, hooks: Hooks | None) -> None:
         self.key = key
@@ -74,7 +74,6 @@ class Leaf:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.held = Held(tensor, name, hooks)
         self.base: Tensor | None = None
-        self.source: object = None
 
     def get(self) -> Tensor:
         """A tensor on the storage, checked for writes.

@@ -19,7 +19,7 @@ from recoup.torch.holding import Held, Leaf
 from recoup.torch.naming import Namer
 from recoup.torch.private import below_modes, outer_saved_tensor_hooks
 from recoup.torch.rebuild import Rebuilder, draw
-from recoup.torch.traits import Traits, is_random, traits_of
+from recoup.torch.traits import Traits, is_random, traits_of, updated_statistics, written_tensors
 from recoup.torch.views import Layout, is_plain, layout_of, tensors_in
 
 __all__ = ["LiveSession", "Policy", "Uncapturable", "outer_recomputes"]
@@ -118,11 +118,7 @@ class LiveSession:
     def _run_writing(
         self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object], wanted: bool
     ) -> object:
-        written = [
-            tensor
-            for key in traits.written
-            for tensor in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
-        ]
+        written = written_tensors(traits, args, kwargs)
         entries: list[tuple[Tensor, _Entry | None]] = []
         for tensor in written:
             if not is_plain(tensor):
@@ -186,7 +182,7 @@ class LiveSession:
         op = Captured(self.sequence, func, traits, self.policy.site(traits))
         self.sequence += 1
         seen = _Seen(set(), {}, writing or set())
-        hidden = self._statistics(traits, args)
+        hidden = updated_statistics(traits, args)
         op.arguments = tuple(None if place in hidden else self._reference(value, seen) for place, value in enumerate(args))
         op.keywords = {name: self._reference(value, seen) for name, value in kwargs.items()}
         op.inputs = tuple(seen.inputs.values())
@@ -198,13 +194,6 @@ class LiveSession:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
             return [self._reference(item, seen) for item in value]
         return value
-
-    def _statistics(self, traits: Traits, args: tuple[object, ...]) -> tuple[int, ...]:
-        """Places of running statistics in training mode: a replay must neither read nor write them."""
-        if traits.statistics is None:
-            return ()
-        mean, variance, training = traits.statistics
-        return (mean, variance) if training < len(args) and args[training] else ()
 
     def _argument(self, tensor: Tensor, seen: _Seen) -> Argument:
         if not is_plain(tensor):

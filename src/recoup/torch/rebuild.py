@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recoup.errors import ReplayMismatch
 from recoup.torch.capture import Argument, Captured, GeneratorState, Handle, Version, default_generator, generator_lock
-from recoup.torch.holding import Held
 from recoup.torch.private import below_modes, call_at_end_of_backward, current_backward
 from recoup.torch.views import anchor, fitted, lay, tensors_in
 
@@ -197,8 +196,6 @@ def _resolve(argument: object, moved: dict[int, Tensor]) -> object:
         return fitted(source.get(), argument.layout)  # type: ignore[union-attr]
     if type(argument) is list:
         return [_resolve(item, moved) for item in argument]
-    if type(argument) is Held:
-        return argument.get()
     return argument
 
 

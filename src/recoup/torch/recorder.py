@@ -27,7 +27,7 @@ from recoup.torch.private import below_backward, current_backward, shared_alias
 from recoup.torch.signature import signature_of
 from recoup.torch.state import reachable
 from recoup.torch.timing import Clock
-from recoup.torch.traits import Traits, is_random, traits_of
+from recoup.torch.traits import Traits, is_random, traits_of, updated_statistics, written_tensors
 from recoup.torch.views import tensors_in, to_view
 
 __all__ = ["RecordedOp", "RecordedSave", "RecordedStorage", "Recorder"]
@@ -230,7 +230,7 @@ class Recorder:
         # Backward and optimizer run in no module; counted apart, they do not move the forward's sites.
         frame = self._apart.get(phase, self._frame)
         frame.count(traits)
-        hidden = _statistics(traits, args)
+        hidden = updated_statistics(traits, args)
         tensors = [tensor for place, value in enumerate(args) if place not in hidden for tensor in tensors_in(value)]
         refs = [self._ref(tensor) for tensor in (*tensors, *tensors_in(kwargs))]
         return RecordedOp(
@@ -281,10 +281,8 @@ class Recorder:
             op.flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
 
     def _written(self, number: int, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
-        places: tuple[int | str, ...] = (*traits.written, *_statistics(traits, args))
-        tensors = [
-            t for key in places for t in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
-        ]
+        statistics = [tensor for place in updated_statistics(traits, args) for tensor in tensors_in(args[place])]
+        tensors = [*written_tensors(traits, args, kwargs), *statistics]
         written: list[int] = []
         for tensor in tensors:
             record = self._known(tensor, "outside", "")
@@ -320,10 +318,6 @@ class Recorder:
 class _RecordMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
@@ -332,13 +326,6 @@ class _RecordMode(TorchDispatchMode):
         self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         return self._recorder.run(func, args, kwargs or {})
-
-
-def _statistics(traits: Traits, args: tuple[object, ...]) -> tuple[int, ...]:
-    if traits.statistics is None:
-        return ()
-    mean, variance, training = traits.statistics
-    return (mean, variance) if training < len(args) and args[training] else ()
 
 
 def _flags(func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, ...]:

@@ -10,11 +10,13 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from recoup.graph.site import op_name
+from recoup.torch.views import tensors_in
 
-__all__ = ["Traits", "is_random", "traits_of"]
+__all__ = ["Traits", "is_random", "traits_of", "updated_statistics", "written_tensors"]
 
 # Ranges, metadata queries and autograd's own detaches come and go between two runs of one step.
 _BOOKKEEPING_NAMESPACES = frozenset({"profiler", "prim"})
@@ -146,3 +148,20 @@ def is_random(traits: Traits, args: tuple[object, ...], kwargs: dict[str, object
         if value is False if silent is False else value == 0:
             return False
     return True
+
+
+def written_tensors(traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
+    """The tensors that this call writes in place, by the schema."""
+    return [
+        tensor
+        for key in traits.written
+        for tensor in tensors_in(kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None)
+    ]
+
+
+def updated_statistics(traits: Traits, args: tuple[object, ...]) -> tuple[int, ...]:
+    """Places of the running statistics that this call updates: a replay must neither read nor write them."""
+    if traits.statistics is None:
+        return ()
+    mean, variance, training = traits.statistics
+    return (mean, variance) if training < len(args) and args[training] else ()
