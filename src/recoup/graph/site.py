@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["collapse", "expand", "op_name", "site_of"]
+__all__ = ["collapse", "collapse_pairs", "expand", "op_name", "site_of"]
 
 _RANGE = re.compile(r"\[([0-9,\-]+)\]")
 _INDEX = re.compile(r"(?<=\.)[0-9]+(?=[.@/])|^[0-9]+(?=[.@/])")
@@ -74,6 +74,36 @@ def collapse(sites: Iterable[str]) -> list[tuple[str, tuple[str, ...]]]:
         else:
             collapsed.append((f"{head}[{_ranges(numbers)}]{tail}", tuple(site for _, site in members)))
     return collapsed
+
+
+def collapse_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Pairs of sites grouped into patterns: site, companion, and the sites named.
+
+    The companion is one site (or ``''``) for the whole group, or a range that runs with the sites, layer by layer.
+    """
+    groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for site, companion in pairs:
+        groups.setdefault((*_shape(site), _relative(site, companion)), []).append((site, companion))
+    collapsed: list[tuple[str, str, tuple[str, ...]]] = []
+    for members in groups.values():
+        companions = dict(members)
+        for pattern, sites in collapse(companions):
+            beside = dict.fromkeys(companions[site] for site in sites)
+            collapsed.append((pattern, next(iter(beside)) if len(beside) == 1 else collapse(beside)[0][0], sites))
+    return collapsed
+
+
+def _shape(site: str) -> tuple[str, str]:
+    match = _INDEX.search(site)
+    return (site, "") if match is None else (site[: match.start()], site[match.end() :])
+
+
+def _relative(site: str, companion: str) -> str:
+    """The companion with the layer index that it shares with the site written as ``*``; as it is if it shares none."""
+    here, there = _INDEX.search(site), _INDEX.search(companion)
+    if here is None or there is None or here[0] != there[0]:
+        return companion
+    return f"{companion[: there.start()]}*{companion[there.end() :]}"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -17,6 +17,7 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         name: the gear, ``live`` or ``static``.
         keeps_unsaved: can hold, for a replay, an activation that autograd itself does not save.
         replays_random: can replay operations flagged ``random`` (their generator state is captured).
+        rebuilds_again: can let copies of a storage go and rebuild it later again.
         capture_seconds: added to every forward operation of a module call in which something is captured.
         replay_seconds: added to every replayed operation, beyond the operation's own seconds.
         pack_seconds: added to every save while anything is dropped.
@@ -25,6 +26,7 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name: str
     keeps_unsaved: bool
     replays_random: bool
+    rebuilds_again: bool = True
     capture_seconds: float = 0.0
     replay_seconds: float = 0.0
     pack_seconds: float = 0.0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
 from recoup.errors import PlanMismatch
 from recoup.graph.site import expand
 from recoup.graph.store import decode_versioned, read_file, write_file
-from recoup.plan.plan import FORMAT, Plan
+from recoup.plan.plan import FORMAT, Decision, Plan
 
 __all__ = ["load_plan", "plan_json", "save_plan"]
 
@@ -36,11 +38,27 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     patterns = [(f"decisions[{place}].site", decision.site) for place, decision in enumerate(plan.decisions)]
     patterns += [(f"watch[{place}]", pattern) for place, pattern in enumerate(plan.watch)]
     for field, pattern in patterns:
-        try:
+        with _named(path, field):
             expand(pattern)
-        except ValueError as error:
-            raise PlanMismatch(f"{os.fspath(path)} is no plan: {error} - at `$.{field}`") from error
+    for place, decision in enumerate(plan.decisions):
+        with _named(path, f"decisions[{place}].held_from"):
+            _check_holds(decision)
     return plan
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str], field: str) -> Iterator[None]:
+    """Says where in the file a pattern is wrong."""
+    try:
+        yield
+    except ValueError as error:
+        raise PlanMismatch(f"{os.fspath(path)} is no plan: {error} - at `$.{field}`") from error
+
+
+def _check_holds(decision: Decision) -> None:
+    if decision.held_from and decision.action != "recompute":
+        raise ValueError(f"only what is recomputed is held from some moment on, not what is a {decision.action}")
+    _ = decision.holds
 
 
 def plan_json(plan: Plan) -> str:

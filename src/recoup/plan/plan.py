@@ -20,7 +20,7 @@ FORMAT = 1
 Action = Literal["keep", "recompute"]
 
 
-class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One decision, for one storage or for a range of identical layers.
 
     Attributes:
@@ -28,12 +28,30 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         action: ``keep`` or ``recompute``.
         bytes: bytes of all storages that the site names.
         why: the reason, as a person reads it.
+        held_from: for ``recompute``, the site that the backward must have asked for before a rebuilt copy is held; until then
+            the storage is rebuilt whenever a replay needs it. A range as long as that of ``site`` goes with it layer by
+            layer; '' holds every copy from the first one on.
     """
 
     site: str
     action: Action
     bytes: int
     why: str = ""
+    held_from: str = ""
+
+    @property
+    def holds(self) -> dict[str, str]:
+        """For each site the one that it is held from; empty where every copy is held.
+
+        Raises:
+            ValueError: the two ranges do not go together, or one is malformed.
+        """
+        if not self.held_from:
+            return {}
+        sites, triggers = expand(self.site), expand(self.held_from)
+        if len(triggers) not in (1, len(sites)):
+            raise ValueError(f"{self.site} names {len(sites)} sites, but {self.held_from} names {len(triggers)}")
+        return dict(zip(sites, triggers * len(sites) if len(triggers) == 1 else triggers, strict=True))
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -52,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         step_seconds: simulated time of the planned step.
         unplanned_peak_bytes: simulated peak of the unplanned step.
         unplanned_step_seconds: measured time of the unplanned step.
-        bound_seconds: no plan for this budget, graph and executor (each operation replayed at most once) takes less time.
+        bound_seconds: no plan for this budget, graph and executor takes less time, however often it replays.
         gap: ``(step_seconds - bound_seconds) / bound_seconds``; 0 is proven optimal.
         solve_seconds: time the solver took.
         root_calls: how many outermost calls of the model's modules one step makes.
@@ -83,6 +101,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def recompute_sites(self) -> frozenset[str]:
         """Sites of the storages to recompute, ranges expanded."""
         return frozenset(site for decision in self.decisions if decision.action == "recompute" for site in expand(decision.site))
+
+    @cached_property
+    def held_from_sites(self) -> dict[str, str]:
+        """For each site whose copies are held only from some moment on, the site that begins it; ranges expanded."""
+        return {site: trigger for decision in self.decisions for site, trigger in decision.holds.items()}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON that a person can read and compare; ``recoup.load_plan`` reads it back.

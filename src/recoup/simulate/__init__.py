@@ -3,7 +3,7 @@
 No solver's own objective is ever reported, and no plan leaves a solver unsimulated.
 """
 
-from recoup.simulate.judge import plan_ids, simulate, simulate_plan, violations
+from recoup.simulate.judge import ALWAYS, plan_holds, plan_ids, simulate, simulate_plan, violations
 from recoup.simulate.result import Moment, Simulation, attribution
 
-__all__ = ["Moment", "Simulation", "attribution", "plan_ids", "simulate", "simulate_plan", "violations"]
+__all__ = ["ALWAYS", "Moment", "Simulation", "attribution", "plan_holds", "plan_ids", "simulate", "simulate_plan", "violations"]

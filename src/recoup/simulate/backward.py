@@ -1,13 +1,20 @@
 """The backward pass with replays, as the executor runs it.
 
-Unpack events go in time order. Within one backward pass a memo holds rebuilt copies, and ``left`` counts how often
-each dropped storage is still needed: once for each of its unpack events, and once for each operation of the pass's
-replay closure that reads it from outside. Unpacking a dropped storage replays what is missing from the memo in the
-recorded order. A copy leaves the memo at its last use; one that was unpacked lives on until its save is released.
+Unpack events go in time order. Unpacking a dropped storage replays, in the recorded order, what it needs and what is
+not *held* already. A copy that a replay makes is held, or it is *transient* and goes with its last reader in that
+replay, to be rebuilt when it is needed again:
+
+- What was asked for is held. So is anything whose plan does not say otherwise.
+- A storage with ``held_from[v] = u`` is held only once the pass has asked for ``u``.
+
+A held copy stays until nothing in the pass may ask for it any more: its own unpack events, and the operations that
+read it as long as one of their results is still to be made and held (a reference count over the recipe; it never
+rises within a pass). One that was unpacked lives on until its save is released.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -30,7 +37,7 @@ class Copy:
     first: int
     last: int = NEVER
     until: int = NEVER
-    held: int = -1
+    released: int = -1
 
 
 @dataclass(slots=True)
@@ -47,11 +54,11 @@ class Replayed:
     copies: list[Copy] = field(default_factory=list)
 
 
-def run_backward(index: Replays, recompute: frozenset[int]) -> Replayed:
+def run_backward(index: Replays, recompute: frozenset[int], held_from: Mapping[int, int]) -> Replayed:
     """Replay the whole step's dropped storages; returns what ran and which copies lived when."""
     done = Replayed()
-    events = [event for event in index.events if event.storage in recompute]
-    run = _Run(index, recompute, done)
+    run = _Run(index, recompute, held_from, done)
+    events = (event for event in index.events if event.storage in recompute)
     for _, grouped in groupby(events, key=lambda event: event.backward):
         batch = list(grouped)
         run.begin(batch)
@@ -62,61 +69,105 @@ def run_backward(index: Replays, recompute: frozenset[int]) -> Replayed:
 
 
 class _Run:
-    """The executor's state: memo, use counts, copies that autograd still holds."""
+    """The executor's state: held copies, what may still be asked for, copies that autograd still holds."""
 
-    def __init__(self, index: Replays, recompute: frozenset[int], done: Replayed) -> None:
-        self.index, self.recompute, self.done = index, recompute, done
-        self.memo: dict[int, Copy] = {}
-        self.left: dict[int, int] = {}
+    def __init__(self, index: Replays, recompute: frozenset[int], held_from: Mapping[int, int], done: Replayed) -> None:
+        self.index, self.recompute, self.held_from, self.done = index, recompute, held_from, done
+        self.held: dict[int, Copy] = {}
+        # How many unpack events and active operations may still ask for each dropped storage.
+        self.asks: dict[int, int] = {}
+        # For how many storages each operation is still to be replayed; at zero it asks for nothing more.
+        self.pending: dict[int, int] = {}
+        self.reached: set[int] = set()
+        # Held storages that were made beside other results, with the writes in place that have yet to run.
+        self.unfinished: dict[int, list[int]] = {}
         self.live = 0
         self.gap = 0
-        # Copies out of the memo that a save holds: bytes to free, by gap.
+        # Copies let go of that a save holds: bytes to free, by gap.
         self.expiring: dict[int, int] = {}
 
     def begin(self, events: list[Event]) -> None:
-        """Enter a backward pass: clear the memo, count the uses anew."""
+        """Enter a backward pass: let go of everything, count anew."""
         if events:
             self._advance(events[0].gap)
-        for v in list(self.memo):
-            self._leave(v)
-        left: dict[int, int] = {}
+        for v in list(self.held):
+            self._let_go(v)
+        self.reached = set()
+        self.unfinished = {}
+        self.asks, self.pending = {}, {}
         for event in events:
-            left[event.storage] = left.get(event.storage, 0) + 1
-        ops = {op for v in self.index.needed(set(left), self.recompute) for op in self.index.ops_of[v]}
-        for op in ops:
-            for u in self.index.foreign[op]:
-                if u in self.recompute:
-                    left[u] = left.get(u, 0) + 1
-        self.left = left
+            self.asks[event.storage] = self.asks.get(event.storage, 0) + 1
+        for v in self.index.needed(set(self.asks), self.recompute):
+            for op in self.index.ops_of[v]:
+                self.pending[op] = self.pending.get(op, 0) + 1
+        for op in self.pending:
+            for u in self._read(op):
+                self.asks[u] = self.asks.get(u, 0) + 1
 
     def unpack(self, event: Event) -> None:
         """One unpack event of a dropped storage."""
         self._advance(event.gap)
         v = event.storage
-        if v not in self.memo:
-            for op in self._todo(v):
-                self._replay(op)
-        copy = self.memo.get(v)
-        if copy is not None:
-            copy.held = max(copy.held, event.released_at)
-        self._used(v)
+        self.reached.add(v)
+        if v not in self.held or v in self.unfinished:
+            self._rebuild(v)
+        if v in self.held:
+            copy = self.held[v]
+            copy.released = max(copy.released, event.released_at)
+        self._no_longer_ask([v])
 
     def _advance(self, gap: int) -> None:
         self.gap = gap
         for until in [until for until in self.expiring if until <= gap]:
             self.live -= self.expiring.pop(until)
 
-    def _todo(self, v: int) -> list[int]:
-        found, stack = {v}, [v]
-        while stack:
-            for u in self.index.inputs_of[stack.pop()]:
-                if u in self.recompute and u not in found and u not in self.memo:
-                    found.add(u)
-                    stack.append(u)
-        return sorted({op for u in found for op in self.index.ops_of[u]})
+    def _read(self, op: int) -> list[int]:
+        """The dropped storages that an operation reads."""
+        return [u for u in self.index.foreign[op] if u in self.recompute]
 
-    def _replay(self, op: int) -> None:
-        index, done, memo = self.index, self.done, self.memo
+    def _rebuild(self, v: int) -> None:
+        wanted = self._wanted(v)
+        todo = sorted({op for u in wanted for op in self._missing(u)})
+        beside = self._beside(todo, wanted)
+        holding = {u for u in (*wanted, *beside) if u == v or u in self.held or self.held_from.get(u, v) in self.reached}
+        # Transient copies go with their last reader in this replay.
+        reads: dict[int, int] = {}
+        for op in todo:
+            for u in self.index.foreign[op]:
+                if u in wanted and u not in holding:
+                    reads[u] = reads.get(u, 0) + 1
+        ran = set(todo)
+        for u in beside:
+            left = [op for op in self.index.ops_of[u] if op not in ran]
+            if u in holding and left:
+                self.unfinished[u] = left
+        transient: dict[int, Copy] = {}
+        for op in todo:
+            self._replay(op, holding, reads, transient)
+        for u in wanted:
+            self.unfinished.pop(u, None)
+
+    def _missing(self, v: int) -> Sequence[int]:
+        """The operations that have yet to run to have a storage."""
+        return self.unfinished.get(v, ()) if v in self.held else self.index.ops_of[v]
+
+    def _wanted(self, v: int) -> set[int]:
+        wanted, stack = {v}, [v]
+        while stack:
+            w = stack.pop()
+            for u in (u for op in self._missing(w) for u in self.index.reads[op]):
+                if u in self.recompute and u not in wanted and (u not in self.held or u in self.unfinished):
+                    wanted.add(u)
+                    stack.append(u)
+        return wanted
+
+    def _beside(self, todo: list[int], wanted: set[int]) -> list[int]:
+        """Other dropped storages that these operations make, which may be asked for later."""
+        made = (u for op in todo for u in self.index.produced[op])
+        return [u for u in made if u in self.recompute and u not in wanted and u not in self.held and self.asks.get(u, 0) > 0]
+
+    def _replay(self, op: int, holding: set[int], reads: dict[int, int], transient: dict[int, Copy]) -> None:
+        index, done = self.index, self.done
         number = len(done.ops)
         self.live += index.produced_bytes[op]
         done.ops.append(op)
@@ -125,25 +176,47 @@ class _Run:
         for v in index.produced[op]:
             copy = Copy(v, self.gap, number)
             done.copies.append(copy)
-            if v in self.recompute and self.left.get(v, 0) > 0 and v not in memo:
-                memo[v] = copy
+            if v in holding:
+                self.held[v] = copy
+            elif reads.get(v, 0):
+                transient[v] = copy
             else:
-                copy.last, copy.until = number + 1, self.gap
-                self.live -= index.bytes[v]
+                self._end(copy)
+        for v in index.own[op]:
+            if v in holding and op in index.ops_of[v]:
+                self._no_longer_ask(self._made(op))
         for u in index.foreign[op]:
-            if u in self.recompute:
-                self._used(u)
+            if u in reads:
+                reads[u] -= 1
+                if not reads[u] and u in transient:
+                    self._end(transient.pop(u))
 
-    def _used(self, v: int) -> None:
-        self.left[v] = self.left.get(v, 0) - 1
-        if self.left[v] == 0 and v in self.memo:
-            self._leave(v)
+    def _made(self, op: int) -> list[int]:
+        """An operation has been replayed for one more storage that is held; what it asks for no longer."""
+        self.pending[op] -= 1
+        return [] if self.pending[op] else self._read(op)
 
-    def _leave(self, v: int) -> None:
-        copy = self.memo.pop(v)
-        if copy.held > self.gap:
-            copy.until = copy.held
-            self.expiring[copy.held] = self.expiring.get(copy.held, 0) + self.index.bytes[v]
+    def _no_longer_ask(self, storages: list[int]) -> None:
+        """One reason less to have these storages, and where it was the last one, to have what they are rebuilt from."""
+        while storages:
+            v = storages.pop()
+            self.asks[v] -= 1
+            if self.asks[v]:
+                continue
+            for op in self._missing(v):
+                storages.extend(self._made(op))
+            self.unfinished.pop(v, None)
+            if v in self.held:
+                self._let_go(v)
+
+    def _let_go(self, v: int) -> None:
+        copy = self.held.pop(v)
+        if copy.released > self.gap:
+            copy.until = copy.released
+            self.expiring[copy.released] = self.expiring.get(copy.released, 0) + self.index.bytes[v]
         else:
-            copy.last, copy.until = len(self.done.ops), self.gap
-            self.live -= self.index.bytes[v]
+            self._end(copy)
+
+    def _end(self, copy: Copy) -> None:
+        copy.last, copy.until = len(self.done.ops), self.gap
+        self.live -= self.index.bytes[copy.storage]

@@ -12,6 +12,9 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,19 +29,31 @@ from recoup.simulate.result import GENERATORS, SCRATCH, Moment, Simulation, Stat
 GENERATOR_STATE_BYTES = 5056
 """What PyTorch's CPU generator hands out as its state; those of other devices are smaller."""
 
-__all__ = ["Run", "alive_bytes", "plan_ids", "run", "simulate", "simulate_plan", "violations"]
+ALWAYS: Mapping[int, int] = MappingProxyType({})
+"""No storage waits: every copy that a replay makes is held while it may be asked for."""
+
+__all__ = ["ALWAYS", "Run", "alive_bytes", "plan_holds", "plan_ids", "run", "simulate", "simulate_plan", "violations"]
 
 
-def simulate(graph: StepGraph, recompute: frozenset[int] = frozenset(), executor: Capabilities = LIVE) -> Simulation:
+def simulate(
+    graph: StepGraph, recompute: frozenset[int] = frozenset(), executor: Capabilities = LIVE, held_from: Mapping[int, int] = ALWAYS
+) -> Simulation:
     """The step with the storages ``recompute`` dropped and rebuilt in the backward; bytes and seconds.
+
+    Args:
+        graph: the recorded step.
+        recompute: ids of the storages to drop.
+        executor: what runs it.
+        held_from: for a dropped storage the one that the backward must have asked for before copies of it are held; until
+            then they are rebuilt whenever they are needed. Storages not named are held whenever a replay makes them.
 
     Raises:
         PlanMismatch: the executor cannot run it; the message is the first of :func:`violations`.
     """
-    found = violations(graph, recompute, executor)
+    found = violations(graph, recompute, executor, held_from)
     if found:
         raise PlanMismatch(found[0])
-    return run(graph, recompute).simulation(executor)
+    return run(graph, recompute, held_from).simulation(executor)
 
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
@@ -47,7 +62,7 @@ def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     Raises:
         PlanMismatch: the plan names a site that the graph does not have, or what its executor cannot run.
     """
-    return simulate(graph, plan_ids(graph, plan), capabilities(plan.gear))
+    return simulate(graph, plan_ids(graph, plan), capabilities(plan.gear), plan_holds(graph, plan))
 
 
 def plan_ids(graph: StepGraph, plan: Plan) -> frozenset[int]:
@@ -56,7 +71,7 @@ def plan_ids(graph: StepGraph, plan: Plan) -> frozenset[int]:
     Raises:
         PlanMismatch: the plan names a site that the graph does not have.
     """
-    by_site = {storage.site: storage.id for storage in graph.storages if storage.kind == "activation" and storage.site}
+    by_site = _by_site(graph)
     missing = sorted(site for site in plan.recompute_sites if site not in by_site)
     if missing:
         raise PlanMismatch(
@@ -66,7 +81,28 @@ def plan_ids(graph: StepGraph, plan: Plan) -> frozenset[int]:
     return frozenset(by_site[site] for site in plan.recompute_sites)
 
 
-def violations(graph: StepGraph, recompute: frozenset[int], executor: Capabilities = LIVE) -> tuple[str, ...]:
+def plan_holds(graph: StepGraph, plan: Plan) -> dict[int, int]:
+    """For each dropped storage that waits, the one that the backward must have asked for before copies of it are held.
+
+    Raises:
+        PlanMismatch: the plan names a site that the graph does not have.
+    """
+    by_site = _by_site(graph)
+    found: dict[int, int] = {}
+    for site, trigger in plan.held_from_sites.items():
+        if site not in by_site or trigger not in by_site:
+            raise PlanMismatch(f"the plan holds {site} from {trigger}, which the step {graph.name!r} does not have")
+        found[by_site[site]] = by_site[trigger]
+    return found
+
+
+def _by_site(graph: StepGraph) -> dict[str, int]:
+    return {storage.site: storage.id for storage in graph.storages if storage.kind == "activation" and storage.site}
+
+
+def violations(
+    graph: StepGraph, recompute: frozenset[int], executor: Capabilities = LIVE, held_from: Mapping[int, int] = ALWAYS
+) -> tuple[str, ...]:
     """What the executor cannot run of this choice, one sentence each; empty if it can run it all."""
     index, found = replays(graph), []
     sound: list[int] = []
@@ -84,7 +120,20 @@ def violations(graph: StepGraph, recompute: frozenset[int], executor: Capabiliti
             sound.append(v)
     for v in sound:
         found.extend(_refusals(index, v, recompute, executor))
+    for v, trigger in held_from.items():
+        found.extend(_waits(graph, v, trigger, recompute, executor))
     return tuple(found)
+
+
+def _waits(graph: StepGraph, v: int, trigger: int, recompute: frozenset[int], executor: Capabilities) -> list[str]:
+    if v not in recompute or trigger not in recompute:
+        return [f"storage {v} is held from storage {trigger}, but a plan holds only what it recomputes, from what it recomputes"]
+    name = graph.storages[v].site
+    if not executor.rebuilds_again:
+        return [f"{name} cannot be recomputed more than once in the {executor.name} gear"]
+    if v != trigger and graph.root_calls > 1:
+        return [f"{name} can only be held from when it is asked for itself: the step calls the model {graph.root_calls} times"]
+    return []
 
 
 def _refusals(index: Replays, v: int, recompute: frozenset[int], executor: Capabilities) -> list[str]:
@@ -105,19 +154,20 @@ def _refusals(index: Replays, v: int, recompute: frozenset[int], executor: Capab
     return found
 
 
-def run(graph: StepGraph, recompute: frozenset[int]) -> Run:
+def run(graph: StepGraph, recompute: frozenset[int], held_from: Mapping[int, int] = ALWAYS) -> Run:
     """The simulated lives, without checking that an executor can run them (solvers check beforehand)."""
-    return Run(replays(graph), recompute)
+    return Run(replays(graph), recompute, held_from)
 
 
 class Run:
     """The lives of all storages and copies under one choice."""
 
-    def __init__(self, index: Replays, recompute: frozenset[int]) -> None:
+    def __init__(self, index: Replays, recompute: frozenset[int], held_from: Mapping[int, int] = ALWAYS) -> None:
         self.index = index
         self.recompute = recompute
+        self.held_from = held_from
         self.ends = _ends(index, recompute)
-        self.replayed: Replayed = run_backward(index, recompute)
+        self.replayed: Replayed = run_backward(index, recompute, held_from)
         self.bytes_at, self.moments = self._timeline()
 
     def _timeline(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -88,7 +88,7 @@ def decide(
         PlanMismatch: the strategy chose what the executor cannot run.
     """
     choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress))
-    simulation = simulate(graph, choice.recompute, executor)
+    simulation = simulate(graph, choice.recompute, executor, choice.held_from)
     return Decided(executor, choice, simulation, budget_bytes is None or simulation.peak_bytes <= budget_bytes)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 from recoup.graph import StepGraph, Storage
-from recoup.graph.site import collapse, op_name
+from recoup.graph.site import collapse, collapse_pairs, op_name
 from recoup.plan import Capabilities, Decision, Plan
 from recoup.plan.plan import Action
-from recoup.simulate import Simulation, plan_ids
+from recoup.simulate import ALWAYS, Simulation, plan_holds, plan_ids
 from recoup.simulate.index import Replays, replays
 from recoup.solve.strategy import Choice
 from recoup.units import format_seconds
@@ -49,9 +50,13 @@ def plan_of(
         solve_seconds=solve_seconds,
         root_calls=graph.root_calls,
         watch=_watched(index, choice.recompute),
-        decisions=(*_decisions(index, choice.recompute, "recompute"), *_decisions(index, _leaves(index, choice.recompute), "keep")),
+        decisions=(
+            *_decisions(index, choice.recompute, "recompute", choice.held_from),
+            *_decisions(index, _leaves(index, choice.recompute), "keep", ALWAYS),
+        ),
     )
     assert plan_ids(graph, plan) == choice.recompute, "sites of activations are not unique"
+    assert plan_holds(graph, plan) == choice.held_from, "a range of sites lost its companion"
     return plan
 
 
@@ -70,11 +75,13 @@ def _leaves(index: Replays, recompute: frozenset[int]) -> frozenset[int]:
     )
 
 
-def _decisions(index: Replays, chosen: frozenset[int], action: str) -> list[Decision]:
-    ordered = [index.graph.storages[v] for v in sorted(chosen, key=lambda v: _place(index, v))]
+def _decisions(index: Replays, chosen: frozenset[int], action: str, held_from: Mapping[int, int]) -> list[Decision]:
+    storages = index.graph.storages
+    ordered = [storages[v] for v in sorted(chosen, key=lambda v: _place(index, v))]
     by_site = {storage.site: storage for storage in ordered}
+    triggers = {storages[v].site: storages[u].site for v, u in held_from.items()}
     decisions = []
-    for pattern, sites in collapse(by_site):
+    for pattern, trigger, sites in collapse_pairs((site, triggers.get(site, "")) for site in by_site):
         members = [by_site[site] for site in sites]
         decisions.append(
             Decision(
@@ -82,6 +89,7 @@ def _decisions(index: Replays, chosen: frozenset[int], action: str) -> list[Deci
                 action=cast(Action, action),
                 bytes=sum(storage.bytes for storage in members),
                 why=_rebuilt(index, members) if action == "recompute" else "replays read it",
+                held_from=trigger,
             )
         )
     return decisions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,11 +50,13 @@ class Choice:
         recompute: ids of the storages to drop.
         bound_seconds: a proven lower bound on the step time of any plan within the budget, or None.
         note: what a person should know about the search.
+        held_from: for storages that are recomputed more than once, the one from whose unpacking on copies are held.
     """
 
     recompute: frozenset[int]
     bound_seconds: float | None = None
     note: str = ""
+    held_from: Mapping[int, int] = field(default_factory=dict)
 
 
 class Strategy(Protocol):

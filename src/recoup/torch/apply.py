@@ -277,7 +277,7 @@ class _LiveCall:
 
     def __init__(self, sites: SiteTable, calls: Counter[str], names: Callable[[], dict[int, str]]) -> None:
         self.policy = PlannedPolicy(sites, calls, names)
-        self.session = LiveSession(self.policy)
+        self.session = LiveSession(self.policy, held_from=sites.held_from)
         self.capturing = False
 
     def around(self, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -23,7 +23,7 @@ from recoup.torch.views import Layout
 if TYPE_CHECKING:
     from recoup.torch.rebuild import Rebuilder
 
-__all__ = ["Argument", "Captured", "GeneratorState", "Handle", "Version", "capture_generator"]
+__all__ = ["Argument", "Captured", "GeneratorState", "Handle", "Milestone", "Version", "capture_generator"]
 
 # One process-wide default generator per device: captures and replays of operations that can take no other must not interleave.
 generator_lock = threading.RLock()
@@ -65,8 +65,10 @@ class Captured:
         "keywords",
         "outputs",
         "overwrites",
+        "pending",
         "sequence",
         "site",
+        "stamp",
         "traits",
     )
 
@@ -81,25 +83,51 @@ class Captured:
         self.overwrites: list[tuple[Version, weakref.ref[Version]]] = []
         self.outputs: list[tuple[int, weakref.ref[Version]]] = []
         self.generator: GeneratorState | None = None
+        # Of the backward pass under way: which one, and for how many versions this is still to run.
+        self.stamp = 0
+        self.pending = 0
+
+
+class Milestone:
+    """A point of the backward: reached once a pass (``stamp``) has asked for a certain site."""
+
+    __slots__ = ("stamp",)
+
+    def __init__(self) -> None:
+        self.stamp = 0
 
 
 class Version:
     """The content of a storage after one write, and how to make it again.
 
-    ``stamp``, ``left`` and ``value`` belong to the backward pass under way: the pass they were set for, how often the
-    value is still read in it, and the rebuilt tensor.
+    ``held_from`` is the milestone from which on a rebuilt value is held (None: always), ``milestone`` the one that asking
+    for this version reaches.
+
+    ``stamp``, ``asks``, ``held``, ``reads`` and ``value`` belong to the backward pass under way: the pass they were set
+    for, how often it may still ask for the value, whether a value has been held in it, the reads to come within one
+    replay of a value that is not held, and the rebuilt tensor.
     """
 
-    __slots__ = ("__weakref__", "covered", "left", "nbytes", "op", "site", "stamp", "value")
+    __slots__ = ("__weakref__", "asks", "covered", "held", "held_from", "milestone", "nbytes", "op", "reads", "site", "stamp", "value")
 
-    def __init__(self, op: Captured, site: str, nbytes: int, covered: int) -> None:
+    def __init__(
+        self, op: Captured, site: str, nbytes: int, covered: int, held_from: Milestone | None, milestone: Milestone | None
+    ) -> None:
         self.op = op
         self.site = site
         self.nbytes = nbytes
         self.covered = covered  # bytes that visible operations have written; memory from empty() starts at 0
+        self.held_from = held_from
+        self.milestone = milestone
         self.stamp = 0
-        self.left = 0
+        self.asks = 0
+        self.held = False
+        self.reads = 0
         self.value: Tensor | None = None
+
+    def holds(self, stamp: int) -> bool:
+        """Whether a value made now, in that pass, is to be held."""
+        return self.held_from is None or self.held_from.stamp == stamp
 
     @property
     def initialised(self) -> bool:

@@ -7,14 +7,14 @@ are captured as they come; what a policy does not ask for, and what cannot be re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from recoup.torch.capture import Argument, Captured, Handle, Version, capture_generator, generator_lock
+from recoup.torch.capture import Argument, Captured, Handle, Milestone, Version, capture_generator, generator_lock
 from recoup.torch.holding import Held, Leaf
 from recoup.torch.naming import Namer
 from recoup.torch.private import below_modes, outer_saved_tensor_hooks
@@ -82,8 +82,13 @@ class _Seen(NamedTuple):
 class LiveSession:
     """One forward call under the live gear. Use ``on``/``off`` around the operations to watch; ``close`` when it is over."""
 
-    def __init__(self, policy: Policy, observer: Callable[[Captured], None] | None = None) -> None:
+    def __init__(
+        self, policy: Policy, observer: Callable[[Captured], None] | None = None, held_from: Mapping[str, str] | None = None
+    ) -> None:
         self.policy = policy
+        # By site, the site that the backward must have asked for before a rebuilt value is held.
+        self.held_from = held_from or {}
+        self.milestones = {trigger: Milestone() for trigger in self.held_from.values()}
         self.rebuilder = Rebuilder(observer)
         self.outer = outer_saved_tensor_hooks()
         self.entries: dict[int, _Entry] = {}
@@ -152,7 +157,7 @@ class LiveSession:
     def _write(self, op: Captured, tensor: Tensor, entry: _Entry) -> None:
         before = entry.version
         covered = before.covered if before.initialised else min(before.nbytes, before.covered + tensor.numel() * tensor.element_size())
-        version = Version(op, before.site, before.nbytes, covered)
+        version = Version(op, before.site, before.nbytes, covered, before.held_from, before.milestone)
         op.overwrites.append((before, weakref.ref(version)))
         entry.version = version
         # The counter is bumped after this returns, except below ADInplaceOrView, where it is not bumped at all.
@@ -241,11 +246,18 @@ class LiveSession:
                 self.policy.kept(f"{op.site}:{place}" if place else op.site, reason)
                 continue
             nbytes = storage.nbytes()
-            version = Version(op, f"{op.site}:{place}" if place else op.site, nbytes, 0 if op.traits.uninitialised else nbytes)
+            version = self._version(op, f"{op.site}:{place}" if place else op.site, nbytes)
             op.outputs.append((place, weakref.ref(version)))
             # The closure must not hold the session: a storage that outlives the step would keep it alive.
             watch = weakref.ref(storage, lambda _, entries=self.entries, key=key: entries.pop(key, None) and None)
             self.entries[key] = _Entry(version, (tensor._version, tensor._version), watch)
+
+    def _version(self, op: Captured, site: str, nbytes: int) -> Version:
+        trigger = self.held_from.get(site)
+        return Version(
+            op, site, nbytes, 0 if op.traits.uninitialised else nbytes,
+            None if trigger is None else self.milestones[trigger], self.milestones.get(site),
+        )  # fmt: skip
 
     # -- saved tensors
 

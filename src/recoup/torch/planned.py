@@ -64,6 +64,7 @@ class SiteTable:
                 )
             wanted.setdefault((place.path, place.call), {}).setdefault((place.name, place.nth), set()).add(place.output)
         self.calls = {key: {op: frozenset(outputs) for op, outputs in ops.items()} for key, ops in wanted.items()}
+        self.held_from = plan.held_from_sites
         self.watched = {_module_call(text) for pattern in plan.watch for text in expand(pattern)}
 
     def of(self, path: str, call: int) -> dict[tuple[str, int], frozenset[int]]:

@@ -20,7 +20,6 @@ __all__ = [
     "current_backward",
     "in_functional_transform",
     "is_faking",
-    "keeps_graph",
     "outer_saved_tensor_hooks",
     "self_test",
     "shared_alias",
@@ -35,11 +34,6 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 def current_backward() -> int:
     """The id of the backward pass that this thread works on, -1 outside of one."""
     return torch._C._current_graph_task_id()
-
-
-def keeps_graph() -> bool:
-    """Whether the backward pass under way was asked to retain the graph."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

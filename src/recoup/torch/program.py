@@ -7,13 +7,14 @@ tensors. What a call needs beyond that cannot be run statically, and :class:`Not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from recoup.torch.capture import Argument, Captured, Version
+from recoup.torch.capture import Argument, Captured, Milestone, Version
 from recoup.torch.holding import Held, Leaf, named
 from recoup.torch.live import LiveSession, storage_key
 from recoup.torch.probe import Probe, probe_of
@@ -85,7 +86,10 @@ class Program:
         ops: operations to replay, in the order of the forward.
         maker: for each version the operation that makes it.
         nbytes: for each version its size.
-        reads: for each version how often a whole backward pass reads it.
+        asks: for each version how often a whole backward pass may ask for it: its saves, and operations that read it.
+        pending: for each operation how many versions that are asked for it makes.
+        held_from: for each version the milestone from which on it is held; -1 for always.
+        milestones: for each version the milestone that asking for it reaches; -1 for none.
         leaves: where the leaves are found.
         leaf_reads: for each leaf how many dropped tensors are rebuilt from it.
         saved: what autograd packs.
@@ -94,7 +98,10 @@ class Program:
     ops: tuple[StaticOp, ...]
     maker: tuple[int, ...]
     nbytes: tuple[int, ...]
-    reads: tuple[int, ...]
+    asks: tuple[int, ...]
+    pending: tuple[int, ...]
+    held_from: tuple[int, ...]
+    milestones: tuple[int, ...]
     leaves: tuple[LeafSource, ...]
     leaf_reads: tuple[int, ...]
     saved: tuple[SavedTensor, ...]
@@ -124,6 +131,7 @@ class _Compiler:
         self.versions: dict[int, int] = {}
         self.order: list[Version] = []
         self.leaves: dict[int, int] = {}
+        self.milestones: dict[int, int] = {}
         self.sources: list[LeafSource] = []
 
     def compile(self) -> Program:
@@ -132,25 +140,33 @@ class _Compiler:
         ops = tuple(self._op(op) for op in captured)
         needs = self._leaf_needs(captured, ops)
         saved = tuple(self._saved(place, source, layout, needs) for place, (source, layout) in enumerate(self.packs))
-        reads = [0] * len(self.order)
+        asks = [0] * len(self.order)
         leaf_reads = [0] * len(self.sources)
         for tensor in saved:
             if tensor.version >= 0:
-                reads[tensor.version] += 1
+                asks[tensor.version] += 1
                 for leaf in tensor.leaves:
                     leaf_reads[leaf] += 1
         for op in ops:
             for version in (*op.inputs, *(before for before, _ in op.overwrites)):
-                reads[version] += 1
+                asks[version] += 1
+        maker = tuple(places[version.op.sequence] for version in self.order)
+        pending = Counter(place for place, count in zip(maker, asks, strict=True) if count)
         return Program(
             ops=ops,
-            maker=tuple(places[version.op.sequence] for version in self.order),
+            maker=maker,
             nbytes=tuple(version.nbytes for version in self.order),
-            reads=tuple(reads),
+            asks=tuple(asks),
+            pending=tuple(pending[place] for place in range(len(ops))),
+            held_from=tuple(self._milestone(version.held_from) for version in self.order),
+            milestones=tuple(self._milestone(version.milestone) for version in self.order),
             leaves=tuple(self.sources),
             leaf_reads=tuple(leaf_reads),
             saved=saved,
         )
+
+    def _milestone(self, milestone: Milestone | None) -> int:
+        return -1 if milestone is None else self.milestones.setdefault(id(milestone), len(self.milestones))
 
     def _closure(self) -> list[Captured]:
         """The operations that rebuild everything dropped, in order; numbers the versions."""

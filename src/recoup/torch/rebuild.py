@@ -4,7 +4,9 @@ The rules, in one place:
 
 1. A dropped storage is rebuilt when the backward first unpacks a tensor on it: the operations it needs, back to what
    is kept or already rebuilt, run in the order of the forward.
-2. What an operation makes stays only if it is read again in this backward pass, and only until its last read.
+2. What an operation makes is held while the pass may ask for it again: for its own saves, and for operations whose
+   results are still to be made and held. What a plan holds only from a milestone on goes, until that is reached, with
+   its last reader in the same rebuild, and is made again when it is needed again.
 3. A write in place runs on the rebuilt value itself if nobody else reads that version, else on a copy.
 4. Each backward pass (autograd's graph task) starts anew, so ``retain_graph``, partial and double backward work.
 5. Replays run below autograd, autocast and every dispatch mode: they are the very kernels of the forward.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -26,7 +28,7 @@ from recoup.torch.capture import Argument, Captured, GeneratorState, Handle, Ver
 from recoup.torch.private import below_modes, call_at_end_of_backward, current_backward
 from recoup.torch.views import anchor, fitted, lay, tensors_in
 
-__all__ = ["Rebuilder", "draw", "is_quiet", "replay"]
+__all__ = ["Rebuilder", "draw", "is_quiet"]
 
 
 class Rebuilder:
@@ -63,25 +65,26 @@ class Rebuilder:
     def _tensor(self, handle: Handle) -> Tensor:
         with self.lock:
             task = current_backward()
-            if task != self.task or task == -1:
+            # A node of the user's own may ask twice for what it saved once; then the counting starts anew.
+            if task != self.task or task == -1 or handle.version.asks <= 0:
                 self._begin(task, handle)
             version = handle.version
+            if version.milestone is not None:
+                version.milestone.stamp = self.stamp
             if version.value is None:
                 self._rebuild(version)
             assert version.value is not None
             tensor = lay(version.value, handle.layout)
-            version.left -= 1
-            if version.left <= 0:
-                version.value = None
+            no_longer_ask(version)
             return tensor
 
     def _begin(self, task: int, handle: Handle) -> None:
-        """Count, for the backward pass that starts, how often each version will be read."""
+        """Count, for the backward pass that starts, how often each version may be asked for."""
         self.forget()
         self.task = task
         self.stamp += 1
         alive = [handle] if task == -1 else [found for ref in self.handles if (found := ref()) is not None]
-        count_reads((found.version for found in alive), self.stamp, self.touched)
+        count_asks((found.version for found in alive), self.stamp, self.touched)
         self.handles = [ref for ref in self.handles if ref() is not None]
         if task != -1:
             # A partial backward leaves values behind; they must not outlive the pass.
@@ -97,63 +100,98 @@ class Rebuilder:
             self.touched = []
             self.task = -1
 
-    def _rebuild(self, version: Version) -> None:
-        for op in needed(version):
+    def _rebuild(self, root: Version) -> None:
+        ops, wanted = needed(root)
+        stamp = self.stamp
+        for version in wanted:
+            version.held = version is root or version.holds(stamp)
+        if not all(version.held for version in wanted):
+            for op in ops:
+                for version in reads_of(op):
+                    version.reads += not version.held and version.value is None
+        for op in ops:
             if self.observer is not None:
                 self.observer(op)
-            replay(op)
+            replay(op, stamp)
             self.replayed += 1
 
 
-def needed(version: Version) -> list[Captured]:
-    """The operations that must run to have a version, in order, given what is rebuilt already."""
+def reads_of(op: Captured) -> Iterator[Version]:
+    """The versions that an operation reads, those that it writes in place included."""
+    yield from op.inputs
+    for before, _ in op.overwrites:
+        yield before
+
+
+def needed(root: Version) -> tuple[list[Captured], list[Version]]:
+    """The operations that must run to have a version, in order, given what is held already, and the versions that are missing."""
     ops: dict[int, Captured] = {}
-    stack = [version]
+    missing: dict[int, Version] = {id(root): root}
+    stack = [root]
     while stack:
         op = stack.pop().op
         if op.sequence in ops:
             continue
         ops[op.sequence] = op
-        stack.extend(read for read in op.inputs if read.value is None)
-        stack.extend(before for before, _ in op.overwrites if before.value is None)
-    return [ops[sequence] for sequence in sorted(ops)]
+        for version in reads_of(op):
+            if version.value is None and id(version) not in missing:
+                missing[id(version)] = version
+                stack.append(version)
+    return [ops[sequence] for sequence in sorted(ops)], list(missing.values())
 
 
-def count_reads(roots: Iterable[Version], stamp: int, touched: list[weakref.ref[Version]]) -> None:
-    """Set ``left`` of every version that rebuilding the roots reads: unpacks of a root, and reads by operations."""
-    seen: set[int] = set()
-    stack: list[Version] = []
+def count_asks(roots: Iterable[Version], stamp: int, touched: list[weakref.ref[Version]]) -> None:
+    """Count how often the pass may ask for each version: saves of a root, and operations that read it; and start anew."""
+    stack: list[Captured] = []
 
-    def read(version: Version) -> None:
+    def ask(version: Version) -> None:
         if version.stamp != stamp:
-            version.stamp, version.left, version.value = stamp, 0, None
+            version.stamp, version.asks, version.held, version.reads, version.value = stamp, 0, False, 0, None
             touched.append(weakref.ref(version))
-            stack.append(version)
-        version.left += 1
+            op = version.op
+            if op.stamp != stamp:
+                op.stamp, op.pending = stamp, 0
+                stack.append(op)
+            op.pending += 1
+        version.asks += 1
 
     for root in roots:
-        read(root)
+        ask(root)
     while stack:
-        op = stack.pop().op
-        if id(op) in seen:
+        for version in reads_of(stack.pop()):
+            ask(version)
+
+
+def no_longer_ask(version: Version) -> None:
+    """One reason less to have a version, and where it was the last one, to have what it is made from."""
+    stack = [version]
+    while stack:
+        version = stack.pop()
+        version.asks -= 1
+        if version.asks > 0:
             continue
-        seen.add(id(op))
-        for version in op.inputs:
-            read(version)
-        for before, _ in op.overwrites:
-            read(before)
+        if version.held:
+            version.value = None
+        else:
+            stack.extend(made(version.op))
 
 
-def replay(op: Captured) -> None:
-    """Run a captured operation again and store what is still to be read."""
-    moved = _take_overwritten(op)
+def made(op: Captured, count: int = 1) -> Iterable[Version]:
+    """An operation has run for so many versions that are held; what it asks for no longer."""
+    op.pending -= count
+    return () if op.pending else reads_of(op)
+
+
+def replay(op: Captured, stamp: int) -> None:
+    """Run a captured operation again and store what is held, or read in the same rebuild."""
+    afters = [after for _, ref in op.overwrites if (after := ref()) is not None and _stored(after, stamp)]
+    fresh = [(place, version) for place, ref in op.outputs if (version := ref()) is not None and _stored(version, stamp)]
+    holding = sum(version.held for version in (*afters, *(version for _, version in fresh)))
+    moved = _take_overwritten(op, last=holding == op.pending)
     arguments = tuple(_resolve(argument, moved) for argument in op.arguments)
     keywords = {name: _resolve(argument, moved) for name, argument in op.keywords.items()}
     results = tensors_in(run(op, arguments, keywords))
-    for place, ref in op.outputs:
-        version = ref()
-        if version is None or version.left <= 0 or version.value is not None:
-            continue
+    for place, version in fresh:
         if results[place].untyped_storage().nbytes() != version.nbytes:
             raise ReplayMismatch(
                 f"{version.site}: rebuilt {results[place].untyped_storage().nbytes()} bytes where the forward had {version.nbytes}"
@@ -161,22 +199,38 @@ def replay(op: Captured) -> None:
         version.value = results[place]
     for before, ref in op.overwrites:
         version = ref()
-        if version is not None and version.left > 0:
+        if version is not None and version in afters:
             version.value = moved[id(before)]
-    for version in op.inputs:
-        version.left -= 1
-        if version.left <= 0:
-            version.value = None
+    if holding:
+        for version in made(op, holding):
+            no_longer_ask(version)
+    for version in reads_of(op):
+        if version.reads:
+            version.reads -= 1
+            if not version.reads:
+                version.value = None
 
 
-def _take_overwritten(op: Captured) -> dict[int, Tensor]:
-    """The values that the operation is about to write, each its own: a copy where the old version is still read."""
+def _stored(version: Version, stamp: int) -> bool:
+    """Whether a version that is about to be made is stored: to be held, or for readers in the same rebuild."""
+    if version.value is not None or version.stamp != stamp or version.asks <= 0:
+        return False
+    if not version.held and not version.reads:
+        # Made beside what was wanted.
+        version.held = version.holds(stamp)
+    return version.held or version.reads > 0
+
+
+def _take_overwritten(op: Captured, last: bool) -> dict[int, Tensor]:
+    """The values that the operation is about to write, each its own: a copy where the old version may still be asked for.
+
+    ``last`` says that the operation itself will not ask again.
+    """
     moved: dict[int, Tensor] = {}
     for before, _ in op.overwrites:
         value = before.value
         assert value is not None
-        before.left -= 1
-        if before.left > 0:
+        if before.reads > 1 or (before.held and before.asks > last):
             value = anchor(value.untyped_storage().clone(), value.device)
         else:
             before.value = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from recoup.errors import ReplayMismatch
 from recoup.torch.holding import Held
-from recoup.torch.private import call_at_end_of_backward, current_backward, keeps_graph
+from recoup.torch.private import call_at_end_of_backward, current_backward
 from recoup.torch.probe import read_probe, same_probe
-from recoup.torch.program import LeafRead, Program, SavedTensor, VersionRead
+from recoup.torch.program import LeafRead, Program, SavedTensor, StaticOp, VersionRead
 from recoup.torch.rebuild import is_quiet, replaying
 from recoup.torch.views import anchor, fitted, lay, tensors_in
 
@@ -26,7 +27,7 @@ __all__ = ["StaticCall", "Token"]
 
 
 class Token:
-    """What autograd holds in place of a dropped tensor."""
+    """What autograd holds in place of a dropped tensor; when it lets go, so do the leaves that only this one was rebuilt from."""
 
     __slots__ = ("call", "probe", "saved")
 
@@ -34,6 +35,9 @@ class Token:
         self.call = call
         self.saved = saved
         self.probe = probe
+
+    def __del__(self) -> None:
+        self.call.released(self.saved)
 
 
 class StaticCall(AbstractContextManager["StaticCall"]):
@@ -51,8 +55,14 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         self.count = 0
         self.lock = threading.RLock()
         self.task = -1
+        # Of the backward pass under way: rebuilt values; what may still ask for each version, and whether it has been held;
+        # for how many versions each operation is still to run; milestones reached; readers to come within one rebuild.
         self.values: list[Tensor | None] = [None] * len(program.maker)
-        self.left: list[int] = list(program.reads)
+        self.asks: list[int] = list(program.asks)
+        self.held: list[bool] = [False] * len(program.maker)
+        self.pending: list[int] = list(program.pending)
+        self.reached: set[int] = set()
+        self.reads: dict[int, int] = {}
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def __enter__(self) -> StaticCall:
@@ -106,8 +116,10 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         saved = token.saved
         with self.lock:
             task = current_backward()
-            if task != self.task or task == -1:
+            # A node of the user's own may ask twice for what it saved once; then the counting starts anew.
+            if task != self.task or task == -1 or self.asks[saved.version] <= 0:
                 self._begin(task)
+            self.reached.add(self.program.milestones[saved.version])
             value = self.values[saved.version]
             if value is None:
                 self._run(saved.version)
@@ -119,18 +131,25 @@ class StaticCall(AbstractContextManager["StaticCall"]):
                     f"{saved.site}: rebuilt in the static gear, it is not what the forward had: a number or a branch of the step changed "
                     "since it was recorded. No weight has moved; run the step again, or apply the plan with gear='live'."
                 )
-            self._used(saved.version)
-            if task != -1 and not keeps_graph():
-                for leaf in saved.leaves:
-                    self.leaf_left[leaf] -= 1
-                    if self.leaf_left[leaf] == 0:
-                        self.cells[leaf] = None
+            self._no_longer_ask(saved.version)
             return tensor
+
+    def released(self, saved: SavedTensor) -> None:
+        """Autograd has let go of a dropped tensor."""
+        with self.lock:
+            for leaf in saved.leaves:
+                self.leaf_left[leaf] -= 1
+                if self.leaf_left[leaf] == 0:
+                    self.cells[leaf] = None
 
     def _begin(self, task: int) -> None:
         self._forget()
         self.task = task
-        self.left = list(self.program.reads)
+        self.asks = list(self.program.asks)
+        self.held = [False] * len(self.held)
+        self.pending = list(self.program.pending)
+        self.reached = {-1}
+        self.reads = {}
         if task != -1:
             call_at_end_of_backward(self._forget)
 
@@ -139,52 +158,101 @@ class StaticCall(AbstractContextManager["StaticCall"]):
             self.values = [None] * len(self.values)
             self.task = -1
 
-    def _used(self, version: int) -> None:
-        self.left[version] -= 1
-        if self.left[version] <= 0:
-            self.values[version] = None
-
-    def _run(self, version: int) -> None:
-        """Replay what the version needs and is not there, in the order of the forward."""
-        ops, maker, values = self.program.ops, self.program.maker, self.values
-        todo = {maker[version]}
-        stack = [maker[version]]
+    def _no_longer_ask(self, version: int) -> None:
+        """One reason less to have a version, and where it was the last one, to have what it is made from."""
+        asks, stack = self.asks, [version]
         while stack:
-            op = ops[stack.pop()]
-            for read in (*op.inputs, *(before for before, _ in op.overwrites)):
-                if values[read] is None and maker[read] not in todo:
-                    todo.add(maker[read])
-                    stack.append(maker[read])
-        for place in sorted(todo):
+            version = stack.pop()
+            asks[version] -= 1
+            if asks[version] > 0:
+                continue
+            if self.held[version]:
+                self.values[version] = None
+            else:
+                stack.extend(self._made(self.program.maker[version]))
+
+    def _made(self, place: int, count: int = 1) -> Sequence[int]:
+        """An operation has run for so many versions that are held; what it asks for no longer."""
+        self.pending[place] -= count
+        return () if self.pending[place] else _reads_of(self.program.ops[place])
+
+    def _holds(self, version: int) -> bool:
+        return self.program.held_from[version] in self.reached
+
+    def _run(self, root: int) -> None:
+        """Replay what a version needs and is not there, in the order of the forward."""
+        ops, maker, values = self.program.ops, self.program.maker, self.values
+        missing, todo, stack = {root}, {maker[root]}, [maker[root]]
+        while stack:
+            for read in _reads_of(ops[stack.pop()]):
+                if values[read] is None:
+                    missing.add(read)
+                    if maker[read] not in todo:
+                        todo.add(maker[read])
+                        stack.append(maker[read])
+        order = sorted(todo)
+        for version in missing:
+            self.held[version] = version == root or self._holds(version)
+        # What is not held goes with its last reader in this rebuild.
+        self.reads = reads = {version: 0 for version in missing if not self.held[version]}
+        if reads:
+            for place in order:
+                for read in _reads_of(ops[place]):
+                    if read in reads:
+                        reads[read] += 1
+        for place in order:
             self._replay(place)
 
     def _replay(self, place: int) -> None:
-        op = self.program.ops[place]
-        values, left = self.values, self.left
-        moved: dict[int, Tensor] = {}
-        for before, _ in op.overwrites:
-            value = values[before]
-            assert value is not None
-            left[before] -= 1
-            moved[before] = anchor(value.untyped_storage().clone(), value.device) if left[before] > 0 else value
-            if left[before] <= 0:
-                values[before] = None
+        op, values = self.program.ops[place], self.values
+        fresh = [(number, version) for number, version in op.outputs if self._stored(version)]
+        afters = [(before, after) for before, after in op.overwrites if self._stored(after)]
+        holding = sum(self.held[version] for _, version in (*fresh, *afters))
+        moved = self._take_overwritten(op, holding == self.pending[place])
         arguments = [self._resolve(argument, moved) for argument in op.arguments]
         keywords = {name: self._resolve(argument, moved) for name, argument in op.keywords}
         results = tensors_in(op.func(*arguments, **keywords))
-        for number, version in op.outputs:
-            if left[version] > 0 and values[version] is None:
-                made = results[number].untyped_storage().nbytes()
-                if made != self.program.nbytes[version]:
-                    raise ReplayMismatch(
-                        f"a replay in the static gear made {made} bytes where the program has {self.program.nbytes[version]}"
-                    )
-                values[version] = results[number]
-        for before, after in op.overwrites:
-            if left[after] > 0:
-                values[after] = moved[before]
-        for version in op.inputs:
-            self._used(version)
+        for number, version in fresh:
+            made = results[number].untyped_storage().nbytes()
+            if made != self.program.nbytes[version]:
+                raise ReplayMismatch(f"a replay in the static gear made {made} bytes where the program has {self.program.nbytes[version]}")
+            values[version] = results[number]
+        for before, after in afters:
+            values[after] = moved[before]
+        if holding:
+            for version in self._made(place, holding):
+                self._no_longer_ask(version)
+        if self.reads:
+            self._read_once(op)
+
+    def _stored(self, version: int) -> bool:
+        """Whether a version that is about to be made is stored: to be held, or for readers in the same rebuild."""
+        if self.values[version] is not None or self.asks[version] <= 0:
+            return False
+        if not self.held[version] and version not in self.reads:
+            # Made beside what was wanted.
+            self.held[version] = self._holds(version)
+        return self.held[version] or self.reads.get(version, 0) > 0
+
+    def _take_overwritten(self, op: StaticOp, last: bool) -> dict[int, Tensor]:
+        """The values that the operation is about to write: copies where the old version may still be asked for."""
+        moved: dict[int, Tensor] = {}
+        for before, _ in op.overwrites:
+            value = self.values[before]
+            assert value is not None
+            if self.reads.get(before, 0) > 1 or (self.held[before] and self.asks[before] > last):
+                value = anchor(value.untyped_storage().clone(), value.device)
+            else:
+                self.values[before] = None
+            moved[before] = value
+        return moved
+
+    def _read_once(self, op: StaticOp) -> None:
+        for version in _reads_of(op):
+            if version in self.reads:
+                self.reads[version] -= 1
+                if not self.reads[version]:
+                    self.values[version] = None
 
     def _resolve(self, argument: object, moved: dict[int, Tensor]) -> object:
         kind = type(argument)
@@ -205,6 +273,10 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         if kind is tuple:
             return [self._resolve(item, moved) for item in argument]  # type: ignore[attr-defined]
         return argument
+
+
+def _reads_of(op: StaticOp) -> Sequence[int]:
+    return (*op.inputs, *(before for before, _ in op.overwrites)) if op.overwrites else op.inputs
 
 
 @functools.lru_cache(maxsize=4096)
