@@ -44,11 +44,12 @@ class Copy:
 class Replayed:
     """What the replays of a step did.
 
-    ``ops`` are the replayed operations in order; replay ``q`` ran at gap ``gaps[q]`` with ``live[q]`` bytes of copies
-    (its own fresh outputs and its scratch included).
+    ``ops`` are the replayed operations in order; replay ``q`` ran for unpack event ``events[q]``, at gap ``gaps[q]``, with
+    ``live[q]`` bytes of copies (its own fresh outputs and its scratch included).
     """
 
     ops: list[int] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
     gaps: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
@@ -58,12 +59,12 @@ def run_backward(index: Replays, recompute: frozenset[int], held_from: Mapping[i
     """Replay the whole step's dropped storages; returns what ran and which copies lived when."""
     done = Replayed()
     run = _Run(index, recompute, held_from, done)
-    events = (event for event in index.events if event.storage in recompute)
-    for _, grouped in groupby(events, key=lambda event: event.backward):
+    events = ((number, event) for number, event in enumerate(index.events) if event.storage in recompute)
+    for _, grouped in groupby(events, key=lambda item: item[1].backward):
         batch = list(grouped)
-        run.begin(batch)
-        for event in batch:
-            run.unpack(event)
+        run.begin([event for _, event in batch])
+        for number, event in batch:
+            run.unpack(number, event)
     run.begin([])
     return done
 
@@ -83,6 +84,7 @@ class _Run:
         self.unfinished: dict[int, list[int]] = {}
         self.live = 0
         self.gap = 0
+        self.number = -1
         # Copies let go of that a save holds: bytes to free, by gap.
         self.expiring: dict[int, int] = {}
 
@@ -104,9 +106,10 @@ class _Run:
             for u in self._read(op):
                 self.asks[u] = self.asks.get(u, 0) + 1
 
-    def unpack(self, event: Event) -> None:
+    def unpack(self, number: int, event: Event) -> None:
         """One unpack event of a dropped storage."""
         self._advance(event.gap)
+        self.number = number
         v = event.storage
         self.reached.add(v)
         if v not in self.held or v in self.unfinished:
@@ -171,6 +174,7 @@ class _Run:
         number = len(done.ops)
         self.live += index.produced_bytes[op]
         done.ops.append(op)
+        done.events.append(self.number)
         done.gaps.append(self.gap)
         done.live.append(self.live + int(index.scratch[op]))
         for v in index.produced[op]:

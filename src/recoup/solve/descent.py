@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
-from recoup.simulate.judge import Run
+from recoup.simulate.judge import ALWAYS, Run
+from recoup.simulate.result import Moment
 from recoup.solve.choice import runnable
+from recoup.solve.holds import can_wait, first_asks, held_from
 
-__all__ = ["Judged", "judge", "keep_more", "lower_peak"]
+__all__ = ["Judged", "hold_more", "judge", "keep_more", "lower_peak"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """A choice with its simulated peak and time."""
+    """A choice with its simulated peak and time; ``since`` are the moments of ``recoup.solve.holds``."""
 
     recompute: frozenset[int]
     peak_bytes: int
     step_seconds: float
     run: Run
+    since: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[frozenset[int], tuple[tuple[int, int], ...]]:
+        """What tells two choices apart."""
+        return self.recompute, tuple(sorted(self.run.held_from.items()))
 
 
-def judge(index: Replays, recompute: frozenset[int], executor: Capabilities) -> Judged:
+def judge(index: Replays, recompute: frozenset[int], executor: Capabilities, since: Mapping[int, int] = ALWAYS) -> Judged:
     """The choice, made runnable, and simulated."""
     chosen = runnable(index, recompute, executor)
-    run = Run(index, chosen)
-    return Judged(chosen, int(run.bytes_at.max(initial=0)), run.seconds(executor), run)
+    waits = {v: moment for v, moment in since.items() if v in chosen}
+    run = Run(index, chosen, held_from(index, chosen, waits))
+    return Judged(chosen, int(run.bytes_at.max(initial=0)), run.seconds(executor), run, waits)
 
 
 def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int = 300) -> Judged:
@@ -41,10 +51,33 @@ def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int
         tries -= 1
         if tries < 0 or time.perf_counter() > deadline:
             break
-        found = judge(index, best.recompute - {v}, executor)
+        found = judge(index, best.recompute - {v}, executor, best.since)
         if found.peak_bytes <= budget and found.step_seconds < best.step_seconds:
             best = found
     return best
+
+
+def hold_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int = 200) -> Judged:
+    """Hold copies earlier that wait, those first that are rebuilt again most dearly, while the simulated peak stays within the budget."""
+    best, deadline = start, time.perf_counter() + seconds
+    wasted = _rebuilt_again(index, start.run)
+    for v in sorted(start.since, key=lambda v: (-wasted.get(v, 0.0), v)):
+        tries -= 1
+        if tries < 0 or time.perf_counter() > deadline:
+            break
+        if v in best.since:
+            found = judge(index, best.recompute, executor, {u: moment for u, moment in best.since.items() if u != v})
+            if found.peak_bytes <= budget and found.step_seconds < best.step_seconds:
+                best = found
+    return best
+
+
+def _rebuilt_again(index: Replays, run: Run) -> dict[int, float]:
+    """Seconds that each storage's operations are replayed for beyond the first time."""
+    count: dict[int, int] = {}
+    for op in run.replayed.ops:
+        count[op] = count.get(op, 0) + 1
+    return {v: sum(index.graph.ops[op].seconds * (count[op] - 1) for op in index.ops_of[v] if op in count) for v in run.recompute}
 
 
 def _saved_seconds(index: Replays, v: int) -> float:
@@ -61,15 +94,17 @@ def _room(index: Replays, best: Judged, v: int, budget: int) -> bool:
     return int(best.run.bytes_at[start:end].max(initial=0)) + index.bytes[v] <= budget
 
 
-def lower_peak(index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], tries: int = 200) -> Judged:
-    """Drop what stands at the peak, or keep what is rebuilt there, as long as the peak falls."""
+def lower_peak(
+    index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], tries: int = 200, enough: int = 0
+) -> Judged:
+    """Drop what stands at the peak, keep what is rebuilt there, or rebuild it later, as long as the peak falls and is above ``enough``."""
     best = start
-    while tries > 0:
+    while tries > 0 and best.peak_bytes > enough:
         better = None
-        for choice in _moves(index, best, dropping):
+        for choice, since in _moves(index, best, dropping):
             tries -= 1
-            found = judge(index, choice, executor)
-            if (found.peak_bytes, found.step_seconds) < (best.peak_bytes, best.step_seconds) and found.recompute != best.recompute:
+            found = judge(index, choice, executor, since)
+            if (found.peak_bytes, found.step_seconds) < (best.peak_bytes, best.step_seconds) and found.key != best.key:
                 better = found
                 break
             if tries <= 0:
@@ -80,16 +115,42 @@ def lower_peak(index: Replays, start: Judged, executor: Capabilities, dropping: 
     return best
 
 
-def _moves(index: Replays, best: Judged, dropping: frozenset[int]) -> list[frozenset[int]]:
+def _moves(index: Replays, best: Judged, dropping: frozenset[int]) -> Iterator[tuple[frozenset[int], Mapping[int, int]]]:
     at = int(np.argmax(best.run.bytes_at))
-    recorded, copies = best.run.live(best.run.moment(at))
+    moment = best.run.moment(at)
+    recorded, copies = best.run.live(moment)
+    yield from _delays(index, best, moment, copies)
     biggest = sorted({v for v in recorded if v in dropping and v not in best.recompute}, key=lambda v: (-index.bytes[v], v))
-    moves = [best.recompute | {v} for v in biggest[:24]]
+    for v in biggest[:24]:
+        yield best.recompute | {v}, best.since
     # Dropping one storage may only pay together with what it is made from.
-    moves.extend(best.recompute | _cone(index, v, dropping) for v in biggest[:8])
+    for v in biggest[:8]:
+        yield best.recompute | _cone(index, v, dropping), best.since
     rebuilt = sorted({v for v in copies if v in best.recompute}, key=lambda v: (-index.bytes[v], v))
-    moves.extend(best.recompute - {v} for v in rebuilt[:24])
-    return moves
+    for v in rebuilt[:24]:
+        yield best.recompute - {v}, best.since
+
+
+def _delays(index: Replays, best: Judged, moment: Moment, copies: list[int]) -> Iterator[tuple[frozenset[int], Mapping[int, int]]]:
+    """Hold the copies that stand at the peak, and that nobody has asked for yet, only from the next moment on: all, then each."""
+    if not can_wait(index):
+        return
+    asks, now = first_asks(index), _event_at(index, best, moment)
+    early = [v for v in dict.fromkeys(copies) if v in best.recompute and asks.get(v, len(index.events)) > now]
+    early.sort(key=lambda v: (-index.bytes[v], v))
+    if len(early) > 1:
+        yield best.recompute, {**best.since, **dict.fromkeys(early, now + 1)}
+    for v in early[:24]:
+        yield best.recompute, {**best.since, v: now + 1}
+
+
+def _event_at(index: Replays, best: Judged, moment: Moment) -> int:
+    """The last event that asked for something dropped, by a moment of a simulated run."""
+    gap = moment.at if moment.replay is None else best.run.replayed.gaps[moment.replay]
+    asks = first_asks(index)
+    if moment.replay is None:
+        return max((asks[v] for v in best.recompute if v in asks and index.events[asks[v]].gap <= gap), default=-1)
+    return best.run.replayed.events[moment.replay]
 
 
 def _cone(index: Replays, v: int, dropping: frozenset[int]) -> frozenset[int]:

@@ -10,10 +10,12 @@ from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
 from recoup.simulate.index import replays
 from recoup.solve.descent import Judged, judge, lower_peak
+from recoup.solve.hierarchy import links_of
+from recoup.solve.holds import can_wait
 from recoup.solve.named import NAMED
 from recoup.solve.program import Program
 from recoup.solve.rows import Rows
-from recoup.solve.strategy import Problem
+from recoup.solve.strategy import Choice, Problem
 from recoup.solve.windows import windows
 
 __all__ = ["least_judged", "least_peak"]
@@ -25,10 +27,10 @@ _SECONDS = 30.0
 _TOLERANCE = 2e-3
 
 
-def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, frozenset[int]]:
-    """The least simulated peak found, in bytes, and the storages to recompute for it."""
+def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Choice]:
+    """The least simulated peak found, in bytes, and the choice that has it."""
     found = least_judged(Problem(graph, None, executor))
-    return found.peak_bytes, found.recompute
+    return found.peak_bytes, Choice(found.recompute, held_from=found.run.held_from)
 
 
 def least_judged(problem: Problem) -> Judged:
@@ -42,7 +44,10 @@ def least_judged(problem: Problem) -> Judged:
     narrower = _narrower(executor)
     if narrower is not None:
         # Whatever a narrower executor can run, this one can too, and the narrower search may go deeper.
-        starts.append(judge(index, least_judged(replace(problem, executor=narrower)).recompute, executor))
+        deeper = least_judged(replace(problem, executor=narrower))
+        starts.append(judge(index, deeper.recompute, executor, deeper.since))
+    if can_wait(index):
+        starts.append(links_of(index, executor).least())
     best = min(starts, key=_rank)
     for found in starts:
         rows.learn(found.run, 0)

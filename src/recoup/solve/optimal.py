@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recoup.simulate.index import replays
-from recoup.solve.descent import Judged, judge, keep_more
+from recoup.solve.descent import Judged, hold_more, judge, keep_more, lower_peak
+from recoup.solve.hierarchy import links_of
+from recoup.solve.holds import can_wait
 from recoup.solve.least import least_judged
 from recoup.solve.named import NAMED
 from recoup.solve.program import Program, Row, Solution
@@ -25,6 +27,7 @@ _LEARN_ROUNDS = 10
 # Relative to the time of the step: a larger step need not be solved to the last microsecond.
 _TOLERANCE = 2e-4
 _SMALL = 60
+_REPAIRS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +62,22 @@ class _Search:
             return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits")
         for strategy in NAMED:
             self._offer(self._judge(strategy.choose(self.problem).recompute))
+        if can_wait(self.index):
+            nested = links_of(self.index, self.executor).within(self.budget)
+            if nested is not None:
+                self._offer(nested)
         bound, impossible = self._bound()
         if not impossible:
             self._learn(bound)
         if self.best is None:
             least = least_judged(self.problem)
             if least.peak_bytes > self.budget:
-                return Choice(least.recompute, None, "proven: no plan fits" if impossible else "no plan that fits was found")
+                note = "proven: no plan fits" if impossible else "no plan that fits was found"
+                return Choice(least.recompute, None, note, least.run.held_from)
             self._offer(least)
         assert self.best is not None
         self.best = self._improved(self.best)
-        return Choice(self.best.recompute, min(bound, self.best.step_seconds))
+        return Choice(self.best.recompute, min(bound, self.best.step_seconds), "", self.best.run.held_from)
 
     def _judge(self, recompute: frozenset[int]) -> Judged:
         return judge(self.index, recompute, self.executor)
@@ -83,7 +91,18 @@ class _Search:
         return True
 
     def _improved(self, found: Judged) -> Judged:
-        return keep_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds)
+        """More kept, and more held, until neither helps."""
+        while self.problem.remaining_seconds > 0:
+            more = hold_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds)
+            more = keep_more(self.index, more, self.executor, self.budget, self.problem.remaining_seconds)
+            if more.step_seconds >= found.step_seconds:
+                break
+            found = more
+        return found
+
+    def _repaired(self, found: Judged) -> Judged:
+        """A choice that is over the budget, lowered until it fits or cannot be lowered further."""
+        return lower_peak(self.index, found, self.executor, self.frame.dropping, _REPAIRS, self.budget)
 
     def _bound(self) -> tuple[float, bool]:
         """Proven least time of any plan within the budget, and whether it is proven that there is none."""
@@ -114,9 +133,14 @@ class _Search:
     def _take(self, recompute: frozenset[int]) -> None:
         found = self._judge(recompute)
         self.seen.add(found.recompute)
-        if self._offer(found):
-            self._offer(self._improved(found))
+        self._try(found)
         self.rows.learn(found.run, self.budget)
+
+    def _try(self, found: Judged) -> None:
+        """Offer a choice, repaired and improved."""
+        fitting = found if found.peak_bytes <= self.budget else self._repaired(found)
+        if self._offer(fitting):
+            self._offer(self._improved(fitting))
 
     def _learn(self, bound: float) -> None:
         """Solve, simulate, add the rows that the simulation found, again."""
@@ -131,11 +155,9 @@ class _Search:
             kept = (self.frame.needed - solution.recompute) | solution.held
             self.rows.add_proven(kept, solution.recompute & self.frame.needed, self.budget)
             found = self._judge(solution.recompute)
-            fits = self._offer(found)
-            if fits:
-                self._offer(self._improved(found))
+            self._try(found)
             self.rows.learn(found.run, self.budget)
-            if fits or found.recompute in self.seen:
+            if found.recompute in self.seen:
                 return
             self.seen.add(found.recompute)
 

@@ -61,10 +61,13 @@ class Solution:
 
 
 class Program:
-    """The columns and structural rows of one step, to be solved under varying memory rows."""
+    """The columns and structural rows of one step, to be solved under varying memory rows.
 
-    def __init__(self, index: Replays, executor: Capabilities, frame: Windows) -> None:
-        self.index, self.executor, self.windows = index, executor, frame
+    ``given`` are storages that are there for replays without anybody deciding so.
+    """
+
+    def __init__(self, index: Replays, executor: Capabilities, frame: Windows, given: frozenset[int] = frozenset()) -> None:
+        self.index, self.executor, self.windows, self.given = index, executor, frame, given
         self.cost: list[float] = []
         self.integer: list[bool] = []
         self.upper: list[float] = []
@@ -116,7 +119,7 @@ class Program:
 
     def _inputs(self, op: int, mine: list[int], column: int) -> None:
         for u in self.index.reads[op]:
-            if not self.index.is_activation[u] or u in self.windows.needed:
+            if not self.index.is_activation[u] or u in self.windows.needed or u in self.given:
                 # One that the backward unpacks is either kept or rebuilt, so it is there.
                 continue
             if self.index.saves_of[u] and u not in self.windows.dropping:
@@ -140,7 +143,7 @@ class Program:
             count = self.index.bytes[v]
             if v in self.hold:
                 found[self.hold[v]] = found.get(self.hold[v], 0.0) + count
-            elif v in self.recompute:
+            elif v in self.windows.needed:
                 fixed += count
                 found[self.recompute[v]] = found.get(self.recompute[v], 0.0) - count
         for v in row.copied:
@@ -176,6 +179,17 @@ class Program:
         if values is None:
             return Solution(None, frozenset(), bound, False)
         return Solution(self._dropped(values), frozenset(u for u, column in self.hold.items() if values[column] > 0.5), bound, False)
+
+    def priced(self, price: float, seconds: float = 10.0) -> frozenset[int] | None:
+        """What to drop where there is no limit, but each kept byte costs ``price`` seconds; None if no answer came in time."""
+        cost = list(self.cost)
+        for v, column in self.recompute.items():
+            if v not in self.hold:
+                cost[column] -= price * self.scale * self.index.bytes[v]
+        for v, column in self.hold.items():
+            cost[column] += price * self.scale * self.index.bytes[v]
+        _, values, _ = _run(_model(cost, self.upper, self.integer, self.entries), seconds, _COST_SCALE * 1e-5, 2000)
+        return None if values is None else self._dropped(values)
 
     def _dropped(self, values: NDArray[np.float64]) -> frozenset[int]:
         chosen = {v for v, column in self.recompute.items() if values[column] > 0.5}
