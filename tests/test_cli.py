@@ -69,6 +69,8 @@ class Point:
     step_seconds: float = 0.1
     gap: float | None = None
     feasible: bool = True
+    price_seconds_per_byte: float | None = None
+    binding: str = ""
 
 
 POINTS = (Point("none", 0, 1000, 1.0), *(Point("optimal", 100 * place, 100 * place - 1) for place in range(4, 10)))

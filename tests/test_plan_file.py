@@ -49,6 +49,8 @@ def test_a_plan_is_text_that_a_person_can_compare() -> None:
         '  "unplanned_step_seconds": 1.0,\n'
         '  "bound_seconds": 1.25,\n'
         '  "gap": 0.0,\n'
+        '  "price_seconds_per_byte": null,\n'
+        '  "binding": [],\n'
         '  "solve_seconds": 0.0,\n'
         '  "root_calls": 1,\n'
         '  "watch": [],\n'

@@ -28,6 +28,8 @@ class Point:
     step_seconds: float = 0.1
     gap: float | None = None
     feasible: bool = True
+    price_seconds_per_byte: float | None = None
+    binding: str = ""
 
 
 @dataclass(frozen=True)

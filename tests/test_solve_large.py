@@ -69,7 +69,7 @@ def test_frontier_is_monotone_and_carries_proofs():
     assert times == sorted(times, reverse=True)
     assert optimal[-1].relative_time == 1.0
     assert all(point.gap is not None and point.gap >= 0 for point in optimal)
-    assert {point.strategy for point in points} == {"optimal", "none", "every_block", "sqrt", "selective"}
+    assert {point.strategy for point in points} == {"optimal", "none", "every_block", "sqrt", "selective", "rotor"}
     assert told[-1] == (len(points), len(points))
 
 
@@ -82,6 +82,26 @@ def test_explain_says_what_and_why(graph):
     text = explain(graph, solve(graph, "50%", gear="live"))
     for word in ("budget", "peak", "time", "recompute", "h.[", "rebuilt in"):
         assert word in text
+
+
+def test_a_plan_explains_itself(graph):
+    plan = solve(graph, "50%", gear="live")
+    assert "one more MiB would save" in plan.explain()
+    assert "binds at" in plan.explain()
+    assert "h.[" in plan.binding[0]
+    assert plan.explain().splitlines()[0] == "optimal in the live gear"
+
+
+def test_the_price_is_the_slope_of_the_frontier(graph):
+    """One byte more saves what the price says: the slope between two budgets lies between the prices at both."""
+    low, high = solve(graph, "50%", gear="live"), solve(graph, "52%", gear="live")
+    slope = (low.step_seconds - high.step_seconds) / (high.budget_bytes - low.budget_bytes)
+    assert low.price_seconds_per_byte is not None
+    assert high.price_seconds_per_byte is not None
+    # Plans are whole numbers of storages, and each may be 0.1 % off its bound.
+    slack = 1e-3 * low.step_seconds / (high.budget_bytes - low.budget_bytes)
+    assert high.price_seconds_per_byte - slack <= slope <= low.price_seconds_per_byte + slack
+    assert solve(graph, "100%").price_seconds_per_byte == 0.0
 
 
 def test_infeasible_says_the_way_out(graph):

@@ -23,6 +23,7 @@ def workload(
     vocabulary: int = 512,
     dropout: float = 0.1,
     attention: str = "sdpa",
+    accumulate: bool = False,
     seed: int = 0,
 ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     """A GPT-2 and its training step on random tokens; the default is the 12-block GPT of the literature on recomputation.
@@ -36,6 +37,7 @@ def workload(
         vocabulary: distinct tokens.
         dropout: of attention, residuals and embeddings. Above 0, attention on CPU keeps its whole matrix.
         attention: ``sdpa`` or ``eager``.
+        accumulate: gradients stand before the step and are added to, as in all but the first of the micro-batches of a step.
         seed: of the weights and of the tokens.
     """
     # Options that all configurations have, and that their signatures do not name.
@@ -60,8 +62,13 @@ def workload(
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(vocabulary, (batch, sequence), generator=generator)
 
+    if accumulate:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
     def step() -> torch.Tensor:
-        model.zero_grad(set_to_none=True)
+        if not accumulate:
+            model.zero_grad(set_to_none=True)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         return loss.detach()

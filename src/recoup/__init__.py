@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from recoup.graph.step import StepGraph as StepGraph
     from recoup.graph.store import load as load_graph
     from recoup.graph.store import save as save_graph
+    from recoup.longest import longest as longest
     from recoup.plan.file import load_plan as load_plan
     from recoup.plan.file import save_plan as save_plan
     from recoup.plan.plan import Plan as Plan
@@ -66,6 +67,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "frontier": ("recoup.solve", "frontier"),
     "load_graph": ("recoup.graph.store", "load"),
     "load_plan": ("recoup.plan.file", "load_plan"),
+    "longest": ("recoup.longest", "longest"),
     "record": ("recoup.torch", "record"),
     "save_graph": ("recoup.graph.store", "save"),
     "save_plan": ("recoup.plan.file", "save_plan"),
@@ -93,6 +95,7 @@ __all__ = [  # noqa: RUF022 - sorted as the dictionary above is
     "frontier",
     "load_graph",
     "load_plan",
+    "longest",
     "record",
     "save_graph",
     "save_plan",

@@ -9,10 +9,11 @@ from recoup.graph.peak import peak_bytes
 from recoup.graph.step import StepGraph
 
 if TYPE_CHECKING:
+    from recoup.longest import Longest
     from recoup.report.text import Checked, Verified
     from recoup.solve import FrontierPoint
 
-__all__ = ["POINT_FIELDS", "check_facts", "graph_facts", "point_facts", "verification_facts"]
+__all__ = ["POINT_FIELDS", "check_facts", "graph_facts", "longest_facts", "point_facts", "verification_facts"]
 
 POINT_FIELDS = (
     "strategy",
@@ -24,6 +25,8 @@ POINT_FIELDS = (
     "relative_time",
     "gap",
     "feasible",
+    "price_seconds_per_byte",
+    "binding",
 )
 _VERIFICATION_FIELDS = (
     "passed",
@@ -33,6 +36,23 @@ _VERIFICATION_FIELDS = (
     "step_seconds",
     "unplanned_step_seconds",
     "relative_time",
+)
+_LONGEST_FIELDS = (
+    "over",
+    "size",
+    "budget_bytes",
+    "predicted_peak_bytes",
+    "measured_peak_bytes",
+    "step_seconds",
+    "tokens",
+    "seconds_per_token",
+    "next_size",
+    "next_least_bytes",
+    "unplanned_size",
+    "unplanned_step_seconds",
+    "unplanned_seconds_per_token",
+    "compared_at",
+    "model_error",
 )
 
 
@@ -68,3 +88,9 @@ def check_facts(checks: Sequence[Checked]) -> list[dict[str, Any]]:
 def verification_facts(verification: Verified) -> dict[str, Any]:
     """A verification, its checks included."""
     return {name: getattr(verification, name) for name in _VERIFICATION_FIELDS} | {"checks": check_facts(verification.checks)}
+
+
+def longest_facts(found: Longest) -> dict[str, Any]:
+    """The largest size within a budget, with what it costs."""
+    facts = {name: getattr(found, name) for name in _LONGEST_FIELDS}
+    return facts | {"recorded_sizes": list(found.recorded_sizes), "verification": verification_facts(found.verification)}

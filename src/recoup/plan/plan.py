@@ -72,6 +72,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         unplanned_step_seconds: measured time of the unplanned step.
         bound_seconds: no plan for this budget, graph and executor takes less time, however often it replays.
         gap: ``(step_seconds - bound_seconds) / bound_seconds``; 0 is proven optimal.
+        price_seconds_per_byte: what one more byte of budget would save, by the linear program: exact for small changes of a plan
+            that recomputes once, too low for one that recomputes more often; None if not known.
+        binding: the moments at which memory binds, in words, the most expensive first.
         solve_seconds: time the solver took.
         root_calls: how many outermost calls of the model's modules one step makes.
         watch: module calls (``path`` or ``path@call``, ranges collapsed) in which other modules' dropped storages are written in place.
@@ -92,6 +95,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     unplanned_step_seconds: float
     bound_seconds: float = 0.0
     gap: float | None = None
+    price_seconds_per_byte: float | None = None
+    binding: tuple[str, ...] = ()
     solve_seconds: float = 0.0
     root_calls: int = 1
     watch: tuple[str, ...] = ()
@@ -116,6 +121,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         from recoup.plan.file import save_plan  # reads and writes plans, so it imports this module
 
         save_plan(self, path)
+
+    def explain(self) -> str:
+        """What the plan promises, decides and proves, in words; ``recoup.explain`` also says what stands at the peak of its step."""
+        from recoup.plan.words import decisions_in_words, promise_in_words  # they speak of plans, so they import this module
+
+        return "\n".join([*promise_in_words(self), *decisions_in_words(self)])
 
     @property
     def drops_nothing(self) -> bool:

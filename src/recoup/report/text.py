@@ -17,9 +17,19 @@ from recoup.plan.plan import Plan
 from recoup.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from recoup.longest import Longest
     from recoup.solve import FrontierPoint
 
-__all__ = ["checks_table", "frontier_table", "graph_summary", "peak_table", "plan_summary", "renderable_text", "verification_summary"]
+__all__ = [
+    "checks_table",
+    "frontier_table",
+    "graph_summary",
+    "longest_summary",
+    "peak_table",
+    "plan_summary",
+    "renderable_text",
+    "verification_summary",
+]
 
 
 class Checked(Protocol):
@@ -64,13 +74,19 @@ class Verified(Protocol):
 
 
 def frontier_table(points: Sequence[FrontierPoint]) -> Table:
-    """One row for each point; a measured column appears if anything was measured."""
+    """One row for each point; a measured column appears if anything was measured.
+
+    The price is what one more MiB of budget would save.
+    """
     measured = any(point.measured_peak_bytes is not None for point in points)
-    table = _table("strategy", "gear", ">budget", ">peak", *([">measured peak"] if measured else []), ">step", ">time", ">gap", "")
+    priced = any(point.price_seconds_per_byte for point in points)
+    optional = ([">measured peak"] if measured else []), ([">price/MiB"] if priced else [])
+    table = _table("strategy", "gear", ">budget", ">peak", *optional[0], ">step", ">time", ">gap", *optional[1], "")
     for point in points:
         row = [point.strategy, point.gear, _bytes(point.budget_bytes or None), _bytes(point.predicted_peak_bytes)]
         row += [_bytes(point.measured_peak_bytes)] if measured else []
         row += [format_seconds(point.step_seconds), _ratio(point.relative_time), _gap(point.gap)]
+        row += [_price(point.price_seconds_per_byte)] if priced else []
         table.add_row(*row, "" if point.feasible else "over budget", style=None if point.feasible else "dim")
     return table
 
@@ -83,6 +99,8 @@ def plan_summary(plan: Plan, *, limit: int | None = 20) -> Group:
         ("peak", f"{_bytes(plan.peak_bytes)} predicted, {_bytes(plan.unplanned_peak_bytes)} unplanned ({_share(plan)})"),
         ("step", f"{format_seconds(plan.step_seconds)} predicted, {format_seconds(plan.unplanned_step_seconds)} unplanned"),
         ("gap", f"at most {_gap(plan.gap)} slower than the fastest plan" if plan.gap is not None else "not known"),
+        *((("price", f"one more MiB would save {_price(plan.price_seconds_per_byte)} a step"),) if plan.price_seconds_per_byte else ()),
+        *(("binds at", line) for line in plan.binding),
         ("made for", f"{plan.frontend}, graph {plan.fingerprint}"),
     )
     table = _table("action", ">bytes", "site", "why")
@@ -133,6 +151,26 @@ def graph_summary(graph: StepGraph) -> Table:
     )
 
 
+def longest_summary(found: Longest) -> Group:
+    """The largest size planned and unplanned, what keeps the next size out, and how it was proven."""
+    table = _table("", f">{found.over}", ">peak", ">step", ">a token")
+    costs = format_seconds(found.seconds_per_token), _seconds(found.unplanned_seconds_per_token)
+    table.add_row("planned", str(found.size), _bytes(found.measured_peak_bytes), format_seconds(found.step_seconds), costs[0])
+    table.add_row("unplanned", str(found.unplanned_size or "-"), "", _seconds(found.unplanned_step_seconds), costs[1])
+    beyond = "not asked about"
+    if found.next_size is not None and found.next_least_bytes is not None:
+        over_bytes = found.next_least_bytes - found.budget_bytes
+        much = f"{_bytes(over_bytes)} above the budget" if over_bytes > 0 else "and may fit; the search ended before"
+        beyond = f"{found.over}={found.next_size} takes at least {_bytes(found.next_least_bytes)}, {much}"
+    facts = _facts(
+        ("budget", f"{_bytes(found.budget_bytes)}, of which the plan promises to use {_bytes(found.predicted_peak_bytes)}"),
+        ("beyond", beyond),
+        ("compared", f"with the unplanned step at {found.over}={found.compared_at}: {'equal' if found.verification.passed else 'FAILED'}"),
+        ("model", f"recorded at {', '.join(map(str, found.recorded_sizes))}; off by {found.model_error:+.2%} at {found.size}"),
+    )
+    return Group(table, "", facts)
+
+
 def peak_table(places: Sequence[tuple[str, int]], total_bytes: int, *, limit: int = 20) -> Table:
     """What stands at the peak by place, largest first; small places are summed up in the last row."""
     table = _table("at the peak", ">bytes", ">share")
@@ -177,6 +215,10 @@ def _seconds(seconds: float | None) -> str:
 
 def _ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.3f}x"
+
+
+def _price(seconds_per_byte: float | None) -> str:
+    return "-" if seconds_per_byte is None else format_seconds(seconds_per_byte * (1 << 20))
 
 
 def _gap(gap: float | None) -> str:

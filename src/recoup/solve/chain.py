@@ -166,6 +166,11 @@ class ChainTable:
             self._entered[row] = self._seconds[row, self._less(np.array(self._inputs[s]))]
 
     @property
+    def most_bytes(self) -> int:
+        """The largest budget that the table is made for."""
+        return self._most_bytes
+
+    @property
     def least_bytes(self) -> int | None:
         """The least budget with finite seconds; None if the table ends before it."""
         first = int(np.isfinite(self._seconds[-1]).argmax())

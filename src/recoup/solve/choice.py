@@ -8,9 +8,15 @@ from recoup.simulate.index import Replays
 __all__ = ["droppable", "prune", "runnable"]
 
 
+_CACHE_KEY = "_recoup_droppable"
+
+
 def droppable(index: Replays, executor: Capabilities) -> frozenset[int]:
     """The storages that this executor may drop, each looked at by itself."""
-    return frozenset(storage.id for storage in index.graph.storages if _droppable(index, storage.id, executor))
+    cache: dict[Capabilities, frozenset[int]] = index.graph.__dict__.setdefault(_CACHE_KEY, {})
+    if executor not in cache:
+        cache[executor] = frozenset(storage.id for storage in index.graph.storages if _droppable(index, storage.id, executor))
+    return cache[executor]
 
 
 def _droppable(index: Replays, v: int, executor: Capabilities) -> bool:

@@ -22,7 +22,7 @@ __all__ = ["Chain", "chain_of"]
 
 _THROUGH = 6
 _CLEAR = 0.6
-_MOST = 100
+_MOST = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Chain:
 
 
 def chain_of(index: Replays, executor: Capabilities) -> Chain:
-    """The finest chain of at most a hundred segments."""
+    """The finest chain of at most 128 segments."""
     dropping = droppable(index, executor)
     last = _last_reads(index)
     through = _through(index, last)

@@ -13,9 +13,20 @@ from recoup.simulate.index import Replays
 from recoup.simulate.judge import ALWAYS, Run
 from recoup.simulate.result import Moment
 from recoup.solve.choice import runnable
-from recoup.solve.holds import can_wait, first_asks, held_from
+from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
+from recoup.solve.strategy import Choice
 
-__all__ = ["Judged", "hold_more", "judge", "keep_more", "lower_peak"]
+__all__ = ["Judged", "hold_more", "judge", "judge_choice", "keep_more", "lower_peak", "tries_for"]
+
+
+# How many operations local search may simulate at a time, and within which limits that many plans.
+_SIMULATED_OPS = 80_000
+_FEWEST, _MOST = 4, 240
+
+
+def tries_for(found: Judged) -> int:
+    """How many plans like this one local search may simulate: an amount of work, so that results repeat on any machine."""
+    return min(max(_SIMULATED_OPS // max(found.run.index.count + len(found.run.replayed.ops), 1), _FEWEST), _MOST)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +53,13 @@ def judge(index: Replays, recompute: frozenset[int], executor: Capabilities, sin
     return Judged(chosen, int(run.bytes_at.max(initial=0)), run.seconds(executor), run, waits)
 
 
-def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int = 300) -> Judged:
+def judge_choice(index: Replays, choice: Choice, executor: Capabilities) -> Judged:
+    """A strategy's answer, simulated, with its moments as solvers count them."""
+    asks = first_asks(index)
+    return judge(index, choice.recompute, executor, {v: asks[u] for v, u in choice.held_from.items()})
+
+
+def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int) -> Judged:
     """Keep dropped storages after all, dearest first, while the simulated peak stays within the budget; stops after ``seconds``."""
     best, deadline = start, time.perf_counter() + seconds
     for v in sorted(start.recompute, key=lambda v: (-_saved_seconds(index, v), v)):
@@ -57,7 +74,7 @@ def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int
     return best
 
 
-def hold_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int = 200) -> Judged:
+def hold_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int) -> Judged:
     """Hold copies earlier that wait, those first that are rebuilt again most dearly, while the simulated peak stays within the budget."""
     best, deadline = start, time.perf_counter() + seconds
     wasted = _rebuilt_again(index, start.run)
@@ -94,9 +111,7 @@ def _room(index: Replays, best: Judged, v: int, budget: int) -> bool:
     return int(best.run.bytes_at[start:end].max(initial=0)) + index.bytes[v] <= budget
 
 
-def lower_peak(
-    index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], tries: int = 200, enough: int = 0
-) -> Judged:
+def lower_peak(index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], tries: int, enough: int = 0) -> Judged:
     """Drop what stands at the peak, keep what is rebuilt there, or rebuild it later, as long as the peak falls and is above ``enough``."""
     best = start
     while tries > 0 and best.peak_bytes > enough:
@@ -135,22 +150,13 @@ def _delays(index: Replays, best: Judged, moment: Moment, copies: list[int]) -> 
     """Hold the copies that stand at the peak, and that nobody has asked for yet, only from the next moment on: all, then each."""
     if not can_wait(index):
         return
-    asks, now = first_asks(index), _event_at(index, best, moment)
+    asks, now = first_asks(index), last_ask(index, best.run, moment)
     early = [v for v in dict.fromkeys(copies) if v in best.recompute and asks.get(v, len(index.events)) > now]
     early.sort(key=lambda v: (-index.bytes[v], v))
     if len(early) > 1:
         yield best.recompute, {**best.since, **dict.fromkeys(early, now + 1)}
     for v in early[:24]:
         yield best.recompute, {**best.since, v: now + 1}
-
-
-def _event_at(index: Replays, best: Judged, moment: Moment) -> int:
-    """The last event that asked for something dropped, by a moment of a simulated run."""
-    gap = moment.at if moment.replay is None else best.run.replayed.gaps[moment.replay]
-    asks = first_asks(index)
-    if moment.replay is None:
-        return max((asks[v] for v in best.recompute if v in asks and index.events[asks[v]].gap <= gap), default=-1)
-    return best.run.replayed.events[moment.replay]
 
 
 def _cone(index: Replays, v: int, dropping: frozenset[int]) -> frozenset[int]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, STATIC, Capabilities, Plan
 from recoup.simulate import Simulation, simulate
+from recoup.solve.checkmate import Checkmate
+from recoup.solve.classics import Revolve, Rotor
+from recoup.solve.hierarchy import Hierarchy
 from recoup.solve.moments import moment_in_words, standing_in_words
 from recoup.solve.named import NAMED
-from recoup.solve.optimal import Optimal
+from recoup.solve.optimal import Optimal, bound_seconds
 from recoup.solve.planning import plan_of
-from recoup.solve.strategy import Choice, Problem, Progress, Strategy
+from recoup.solve.strategy import Choice, Problem, Progress, Strategy, takes_budgets
 from recoup.units import Budget, format_bytes, parse_budget
 
-__all__ = ["Decided", "best_of", "decide", "executors_of", "solve", "strategies_by_name", "strategy_of"]
+__all__ = ["Decided", "best_of", "decide", "decide_all", "executors_of", "solve", "strategies_by_name", "strategy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,9 @@ def solve(
     chosen, executors = strategy_of(strategy), executors_of(gear)
     unplanned = simulate(graph)
     budget_bytes = None if budget is None else parse_budget(budget).resolve(unplanned.peak_bytes, free_bytes)
-    if budget_bytes is None and isinstance(chosen, Optimal):
-        raise UsageError("the strategy 'optimal' needs a budget, such as 6GiB or 60%")
-    found = [decide(graph, budget_bytes, chosen, executor, time_limit_seconds / len(executors), progress) for executor in executors]
-    best = best_of(found)
+    if budget_bytes is None and takes_budgets(chosen) and chosen.name in strategies_by_name():
+        raise UsageError(f"the strategy {chosen.name!r} needs a budget, such as 6GiB or 60%")
+    best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress))
     if not best.feasible:
         assert budget_bytes is not None
         raise _infeasible(graph, budget_bytes, chosen.name, best, unplanned)
@@ -79,15 +82,44 @@ def solve(
     )  # fmt: skip
 
 
+def decide_all(
+    graph: StepGraph,
+    budget_bytes: int | None,
+    strategy: Strategy,
+    executors: Sequence[Capabilities],
+    seconds: float,
+    progress: Progress | None = None,
+) -> list[Decided]:
+    """What a strategy chooses for several executors, in ``seconds`` altogether.
+
+    ``optimal`` takes first the one with the lower bound; the other may give up where its bound is above the first one's plan.
+    """
+    order = list(executors)
+    if isinstance(strategy, Optimal) and budget_bytes is not None and len(order) > 1:
+        bounds = {executor: bound_seconds(Problem(graph, budget_bytes, executor, seconds / len(order))) for executor in order}
+        order.sort(key=lambda executor: bounds[executor])
+    found: list[Decided] = []
+    for executor in order:
+        useless = min((one.simulation.step_seconds for one in found if one.feasible), default=float("inf"))
+        found.append(decide(graph, budget_bytes, strategy, executor, seconds / len(order), progress, useless))
+    return found
+
+
 def decide(
-    graph: StepGraph, budget_bytes: int | None, strategy: Strategy, executor: Capabilities, seconds: float, progress: Progress | None = None
+    graph: StepGraph,
+    budget_bytes: int | None,
+    strategy: Strategy,
+    executor: Capabilities,
+    seconds: float,
+    progress: Progress | None = None,
+    useless_seconds: float = float("inf"),
 ) -> Decided:
     """What a strategy chooses for one executor, and what the simulator says of it.
 
     Raises:
         PlanMismatch: the strategy chose what the executor cannot run.
     """
-    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress))
+    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress, useless_seconds))
     simulation = simulate(graph, choice.recompute, executor, choice.held_from)
     return Decided(executor, choice, simulation, budget_bytes is None or simulation.peak_bytes <= budget_bytes)
 
@@ -114,7 +146,7 @@ def executors_of(gear: str) -> tuple[Capabilities, ...]:
 
 def strategies_by_name() -> dict[str, Strategy]:
     """All strategies that have a name, ``optimal`` first."""
-    return {strategy.name: strategy for strategy in (Optimal(), *NAMED)}
+    return {strategy.name: strategy for strategy in (Optimal(), *NAMED, Rotor(), Revolve(), Hierarchy(), Checkmate())}
 
 
 def strategy_of(strategy: str | Strategy) -> Strategy:

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from recoup.graph import StepGraph
 from recoup.plan import Capabilities
 from recoup.simulate import Simulation, simulate
-from recoup.solve.entry import Decided, best_of, decide, executors_of, strategies_by_name, strategy_of
+from recoup.simulate.index import replays
+from recoup.solve.binding import binding_in_words
+from recoup.solve.classics import Rotor
+from recoup.solve.entry import Decided, best_of, decide_all, executors_of, strategy_of
+from recoup.solve.holds import can_wait
 from recoup.solve.least import least_peak
+from recoup.solve.named import NAMED
 from recoup.solve.optimal import Optimal
 from recoup.solve.planning import gap_of
-from recoup.solve.strategy import Progress, Strategy
+from recoup.solve.strategy import Progress, Strategy, takes_budgets
 from recoup.units import Budget, parse_budget
 
 __all__ = ["FrontierPoint", "frontier"]
@@ -34,6 +39,8 @@ class FrontierPoint:
         relative_time: that over the time of the unplanned step.
         gap: how far the time can be from the least, None if not known.
         feasible: whether the peak is within the budget.
+        price_seconds_per_byte: what one more byte of budget would save, by the linear program; None if not known.
+        binding: where memory binds most, in words; '' if not known.
     """
 
     strategy: str
@@ -45,6 +52,8 @@ class FrontierPoint:
     relative_time: float
     gap: float | None
     feasible: bool
+    price_seconds_per_byte: float | None = None
+    binding: str = ""
 
 
 def frontier(
@@ -62,7 +71,7 @@ def frontier(
     Args:
         graph: the recorded step.
         budgets: as for ``solve``; by default ten from the least feasible peak to the unplanned one.
-        strategies: names or objects; by default all named ones.
+        strategies: names or objects; by default ``optimal``, the fixed ones, and ``rotor`` where the step is a chain.
         gear: as for ``solve``.
         time_limit_seconds: for each point.
         free_bytes: what the device can give, for the budget ``auto``.
@@ -74,24 +83,24 @@ def frontier(
         UsageError: a budget, a strategy or the gear is malformed.
     """
     executors = executors_of(gear)
-    chosen = [strategy_of(strategy) for strategy in strategies] if strategies is not None else list(strategies_by_name().values())
+    chosen = [strategy_of(strategy) for strategy in strategies] if strategies is not None else _default_strategies(graph)
     unplanned = simulate(graph)
     amounts = _amounts(graph, budgets, executors, unplanned, free_bytes)
-    total = sum(len(amounts) if _takes_budgets(strategy) else 1 for strategy in chosen)
+    total = sum(len(amounts) if takes_budgets(strategy) else 1 for strategy in chosen)
     points: list[FrontierPoint] = []
     for strategy in chosen:
-        if not _takes_budgets(strategy):
+        if not takes_budgets(strategy):
             _tell(progress, len(points), total, strategy.name)
-            best = best_of([decide(graph, None, strategy, executor, time_limit_seconds) for executor in executors])
-            points.append(_point(strategy, 0, best, best.choice.bound_seconds, unplanned))
+            best = best_of(decide_all(graph, None, strategy, executors, time_limit_seconds))
+            points.append(_point(graph, strategy, 0, best, best.choice.bound_seconds, unplanned))
             continue
         points.extend(_curve(graph, strategy, amounts, executors, time_limit_seconds, unplanned, progress, (len(points), total)))
     _tell(progress, total, total, "done")
     return tuple(points)
 
 
-def _takes_budgets(strategy: Strategy) -> bool:
-    return strategy.name not in strategies_by_name() or isinstance(strategy, Optimal)
+def _default_strategies(graph: StepGraph) -> list[Strategy]:
+    return [Optimal(), *NAMED, *([Rotor()] if can_wait(replays(graph)) else [])]
 
 
 def _amounts(
@@ -124,7 +133,7 @@ def _curve(
     bounds: list[dict[str, float]] = []
     for place, budget in enumerate(amounts):
         _tell(progress, done[0] + place, done[1], strategy.name)
-        found = [decide(graph, budget, strategy, executor, seconds / len(executors)) for executor in executors]
+        found = decide_all(graph, budget, strategy, executors, seconds)
         bounds.append({item.executor.name: item.choice.bound_seconds for item in found if item.choice.bound_seconds is not None})
         before = [plans[-1]] if plans and plans[-1].feasible else []
         plans.append(best_of([*found, *before]))
@@ -133,14 +142,15 @@ def _curve(
         for name, bound in larger.items():
             smaller[name] = max(smaller.get(name, bound), bound)
     return [
-        _point(strategy, budget, best, limits.get(best.executor.name), unplanned)
+        _point(graph, strategy, budget, best, limits.get(best.executor.name), unplanned)
         for budget, best, limits in zip(amounts, plans, bounds, strict=True)
     ]
 
 
-def _point(strategy: Strategy, budget: int, best: Decided, bound: float | None, unplanned: Simulation) -> FrontierPoint:
+def _point(graph: StepGraph, strategy: Strategy, budget: int, best: Decided, bound: float | None, unplanned: Simulation) -> FrontierPoint:
     seconds = best.simulation.step_seconds
-    if not best.choice.recompute:
+    choice = best.choice
+    if not choice.recompute:
         bound = unplanned.step_seconds
     return FrontierPoint(
         strategy=strategy.name,
@@ -152,6 +162,8 @@ def _point(strategy: Strategy, budget: int, best: Decided, bound: float | None, 
         relative_time=seconds / unplanned.step_seconds if unplanned.step_seconds else 1.0,
         gap=gap_of(seconds, bound) if best.feasible else None,
         feasible=best.feasible,
+        price_seconds_per_byte=choice.price.seconds_per_byte if choice.price else None,
+        binding=next(iter(binding_in_words(graph, choice.recompute, choice.held_from, choice.price)), ""),
     )
 
 

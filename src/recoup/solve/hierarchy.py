@@ -18,6 +18,7 @@ from recoup.simulate.index import Replays, replays
 from recoup.solve.chain import ChainTable, Schedule, Segment
 from recoup.solve.cuts import Chain, chain_of
 from recoup.solve.descent import Judged, judge
+from recoup.solve.holds import can_wait
 from recoup.solve.menu import Dish, menus
 from recoup.solve.strategy import Choice, Problem
 from recoup.solve.windows import Windows, windows
@@ -25,7 +26,8 @@ from recoup.solve.windows import Windows, windows
 __all__ = ["Hierarchy", "Links", "links_of"]
 
 _LEVELS = 400
-_TRIES = 12
+_TRIES = 9
+_SHRINK = 0.7
 _CACHE_KEY = "_recoup_links"
 
 
@@ -34,6 +36,7 @@ class Hierarchy:
     """The best schedule of the step's chain of segments within the budget."""
 
     name: str = "hierarchy"
+    takes_budgets: bool = True
 
     def choose(self, problem: Problem) -> Choice:
         """The schedule that the simulator finds within the budget; the least peak if there is none.
@@ -43,10 +46,13 @@ class Hierarchy:
         """
         if problem.budget_bytes is None:
             raise UsageError(f"the strategy {self.name!r} needs a budget, such as 6GiB or 60%")
+        if not can_wait(replays(problem.graph)):
+            calls, passes = problem.graph.root_calls, len(problem.graph.backwards)
+            raise UsageError(
+                f"the strategy {self.name!r} is for one chain; this step has {calls} calls of the model and {passes} backward passes"
+            )
         links = links_of(replays(problem.graph), problem.executor)
-        found = links.within(problem.budget_bytes)
-        if found is None:
-            found = links.least()
+        found = links.within(problem.budget_bytes) or links.least()
         return Choice(found.recompute, None, "", found.run.held_from)
 
 
@@ -70,8 +76,8 @@ class Links:
     def table(self, most_bytes: int) -> ChainTable:
         """A table that reaches to a budget; budgets of one size share it."""
         most = self.most_bytes + self.most_bytes // 4
-        while most * 0.7 > most_bytes:
-            most = int(most * 0.7)
+        while most * _SHRINK > max(most_bytes, self.index.graph.resident_bytes):
+            most = int(most * _SHRINK)
         if most not in self.tables:
             self.tables[most] = ChainTable(self.segments, most, _LEVELS)
         return self.tables[most]
@@ -100,15 +106,14 @@ class Links:
 
     def least(self) -> Judged:
         """The least simulated peak among the table's schedules."""
-        table = self.table(0)
         best = judge(self.index, frozenset(), self.executor)
-        least = table.least_bytes
-        if least is None:
-            table = self.table(self.most_bytes)
-            least = table.least_bytes
+        most = self.table(0).most_bytes
+        while (least := self.table(most).least_bytes) is None and most < self.most_bytes:
+            most = int(most / _SHRINK) + 1
         if least is None:
             return best
-        for share in (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.2):
+        table = self.table(int(least * 1.1))
+        for share in (1.0, 1.02, 1.05, 1.1):
             schedule = table.schedule(int(least * share))
             if schedule is not None:
                 best = min(best, self.judged(schedule), key=lambda found: (found.peak_bytes, found.step_seconds))

@@ -10,8 +10,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from recoup.simulate.index import Replays
+from recoup.simulate.judge import Run
+from recoup.simulate.result import Moment
 
-__all__ = ["can_wait", "first_asks", "held_from"]
+__all__ = ["can_wait", "first_asks", "held_from", "last_ask"]
 
 _CACHE_KEY = "_recoup_first_asks"
 
@@ -30,6 +32,14 @@ def first_asks(index: Replays) -> dict[int, int]:
 def can_wait(index: Replays) -> bool:
     """Whether storages may be held from a moment that others mark: in steps of one call of the model and one backward pass."""
     return index.graph.root_calls == 1 and len(index.graph.backwards) <= 1
+
+
+def last_ask(index: Replays, run: Run, moment: Moment) -> int:
+    """The last event, by a moment of a simulated run, that asked for something dropped for the first time; -1 before them all."""
+    if moment.replay is not None:
+        return run.replayed.events[moment.replay]
+    asks = first_asks(index)
+    return max((asks[v] for v in run.recompute if v in asks and index.events[asks[v]].gap <= moment.at), default=-1)
 
 
 def held_from(index: Replays, recompute: frozenset[int], since: Mapping[int, int]) -> dict[int, int]:

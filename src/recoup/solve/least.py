@@ -9,7 +9,7 @@ from msgspec import structs
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
 from recoup.simulate.index import replays
-from recoup.solve.descent import Judged, judge, lower_peak
+from recoup.solve.descent import Judged, judge, lower_peak, tries_for
 from recoup.solve.hierarchy import links_of
 from recoup.solve.holds import can_wait
 from recoup.solve.named import NAMED
@@ -20,7 +20,9 @@ from recoup.solve.windows import windows
 
 __all__ = ["least_judged", "least_peak"]
 
+_CACHE_KEY = "_recoup_least"
 _ROUNDS = 8
+_LARGE = 500
 # Fixed amounts of work, not of time, so that the same step always has the same least peak.
 _NODES = 400
 _SECONDS = 30.0
@@ -34,7 +36,17 @@ def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Ch
 
 
 def least_judged(problem: Problem) -> Judged:
-    """The plan with the least simulated peak that programs, named strategies and descent find."""
+    """The plan with the least simulated peak that programs, named strategies and descent find; once found, kept on the graph."""
+    executor = problem.executor
+    # The peak does not depend on what an executor's overheads are, only on what it can run.
+    reach = (executor.keeps_unsaved, executor.replays_random, executor.rebuilds_again)
+    cache: dict[tuple[bool, ...], Judged] = problem.graph.__dict__.setdefault(_CACHE_KEY, {})
+    if reach not in cache:
+        cache[reach] = _least(problem)
+    return cache[reach]
+
+
+def _least(problem: Problem) -> Judged:
     index, executor = replays(problem.graph), problem.executor
     frame = windows(index, executor)
     program, rows = Program(index, executor, frame), Rows(index, frame)
@@ -53,7 +65,8 @@ def least_judged(problem: Problem) -> Judged:
         rows.learn(found.run, 0)
     _add(rows, frame.needed, frozenset())
     _add(rows, frozenset(), frame.needed)
-    for _ in range(_ROUNDS):
+    # Where a chain gives deep plans, the program, which knows of none, is no help in a large step.
+    for _ in range(_ROUNDS if len(frame.dropping) <= _LARGE or not can_wait(index) else 0):
         solution = program.solve([*rows.proven.values(), *rows.estimated()], None, _SECONDS, _TOLERANCE, _NODES)
         if solution.recompute is None:
             break
@@ -66,7 +79,7 @@ def least_judged(problem: Problem) -> Judged:
         best = found if better else best
         if not better and not fresh and len(rows.learned) == known:
             break
-    return lower_peak(index, best, executor, frame.dropping)
+    return lower_peak(index, best, executor, frame.dropping, tries_for(best))
 
 
 def _narrower(executor: Capabilities) -> Capabilities | None:

@@ -19,17 +19,17 @@ from recoup.simulate.judge import Run
 from recoup.solve.chain import Way
 from recoup.solve.choice import runnable
 from recoup.solve.cuts import Chain
-from recoup.solve.holds import can_wait, first_asks, held_from
+from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
 from recoup.solve.program import Program
 from recoup.solve.windows import Windows
 
 __all__ = ["Dish", "menus"]
 
 _PRICES = 10
-_DELAYS = 12
+_DELAYS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Dish:
     """A way of one segment, and what it stands for there.
 
@@ -153,9 +153,7 @@ class _Kitchen:
         if start >= end:
             return {}
         moment = run.moment(start + int(run.bytes_at[start:end].argmax()))
-        if moment.replay is None:
-            return {}
-        asks, now = first_asks(self.index), run.replayed.events[moment.replay]
+        asks, now = first_asks(self.index), last_ask(self.index, run, moment)
         own = self.chain.inner[segment]
         early = [v for v in run.live(moment)[1] if v in own and asks.get(v, len(self.index.events)) > now and run.held_from.get(v) != v]
         early.sort(key=lambda v: (-self.index.bytes[v], v))

@@ -26,6 +26,7 @@ class Named:
 
     name: str
     rule: Callable[[Replays], frozenset[int]]
+    takes_budgets: bool = False
 
     def choose(self, problem: Problem) -> Choice:
         """The rule's storages, less what the executor cannot drop."""

@@ -1,33 +1,43 @@
-"""The strategy ``optimal``: an integer program over the whole step, and the simulator as its judge.
+"""The strategy ``optimal``: several ways to a plan, one way to a proof, and the simulator as their judge.
 
-The program is solved with rows that every plan satisfies: that gives a proven bound on the time. Where the simulator
-finds its plan over the budget, rows learned from the simulated run are added and the program is solved again, until the
-simulator agrees. What comes out is improved by local search and compared with every named strategy.
+The program of the whole step is relaxed to a linear one, with rows that every plan satisfies: that gives a proven bound on
+the time and, all that is partly recomputed recomputed, a plan near it. Where the simulator finds that plan over the
+budget it is repaired: more is dropped, or copies are held later. The chain of segments gives plans that recompute more than
+once, the named strategies the known ones. What is not close to the bound by then goes to the integer program: first
+with proven rows, for a better bound, then with rows learned from simulated runs, until the simulator agrees.
+
+All limits are amounts of work, not of time, so that the same step and budget give the same plan on any machine, unless
+the time limit cuts the search short.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recoup.simulate.index import replays
-from recoup.solve.descent import Judged, hold_more, judge, keep_more, lower_peak
-from recoup.solve.hierarchy import links_of
+from recoup.solve.classics import Revolve, Rotor
+from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, lower_peak, tries_for
 from recoup.solve.holds import can_wait
 from recoup.solve.least import least_judged
-from recoup.solve.named import NAMED
-from recoup.solve.program import Program, Row, Solution
+from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
-from recoup.solve.strategy import Choice, Problem
-from recoup.solve.windows import windows
+from recoup.solve.strategy import Choice, Price, Problem
+from recoup.solve.survey import survey_of
 
-__all__ = ["Optimal"]
+__all__ = ["Optimal", "bound_seconds"]
 
-_BOUND_ROUNDS = 12
+_RELAXED_ROUNDS = 12
+_EXACT_ROUNDS = 6
 _LEARN_ROUNDS = 10
-# Relative to the time of the step: a larger step need not be solved to the last microsecond.
-_TOLERANCE = 2e-4
-_SMALL = 60
-_REPAIRS = 120
+# The gap at which the search stops, by how many storages can be dropped: a larger step need not be solved to the last microsecond.
+_TOLERANCES = ((60, 0.0), (500, 2e-4), (1000, 1e-3))
+_TOLERANCE = 2e-3
+_ROUNDING = 1e-9
+_IMPROVEMENTS = 3
+# Beyond so many decisions the integer program is left out: its relaxation is nearly integral, and all that scales.
+_EXACT = 6000
+_FEW, _DEEP = 500, 1.1
+# What is further above the best plan than that is not worth improving.
+_NEAR = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,49 +45,156 @@ class Optimal:
     """Least time within the budget, with a proven bound."""
 
     name: str = "optimal"
+    takes_budgets: bool = True
 
     def choose(self, problem: Problem) -> Choice:
-        """The best simulated plan found within the time limit; over the budget only if none that fits was found."""
+        """The best simulated plan found within the limits; over the budget only if none that fits was found."""
         return _Search(problem).choose()
 
 
+def bound_seconds(problem: Problem) -> float:
+    """A proven lower bound on the seconds of any plan within the budget, from the linear program alone; infinite if none fits."""
+    search = _Search(problem)
+    if judge(search.index, frozenset(), problem.executor).peak_bytes <= search.budget:
+        return search.index.base_seconds
+    search.relax(trying=False)
+    return float("inf") if search.impossible else search.bound
+
+
 class _Search:
-    """One search: the program, its rows, the best plan so far."""
+    """One search: the rows, the bound, the best plan so far."""
 
     def __init__(self, problem: Problem) -> None:
         assert problem.budget_bytes is not None, "optimal needs a budget"
         self.problem, self.budget, self.executor = problem, problem.budget_bytes, problem.executor
-        self.index = replays(problem.graph)
-        frame = windows(self.index, self.executor)
-        self.program = Program(self.index, self.executor, frame)
-        self.rows = Rows(self.index, frame)
-        self.frame = frame
+        self.survey = survey_of(problem.graph, problem.executor)
+        self.index, self.frame = self.survey.index, self.survey.frame
+        self.rows = Rows(self.index, self.frame, self.survey.proven)
         self.best: Judged | None = None
-        self.tolerance = 0.0 if len(frame.dropping) <= _SMALL else _TOLERANCE
-        self.seen: set[frozenset[int]] = set()
+        self.bound = self.survey.floor_seconds
+        self.price: Price | None = None
+        self.impossible = False
+        size = len(self.frame.dropping)
+        self.tolerance = next((tolerance for most, tolerance in _TOLERANCES if size <= most), _TOLERANCE)
+        self.nodes = 20000 if self.tolerance == 0.0 else max(200_000 // size, 50)
+        self.seen: set[object] = set()
 
     def choose(self) -> Choice:
         unplanned = judge(self.index, frozenset(), self.executor)
         if unplanned.peak_bytes <= self.budget:
-            return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits")
-        for strategy in NAMED:
-            self._offer(self._judge(strategy.choose(self.problem).recompute))
-        if can_wait(self.index):
-            nested = links_of(self.index, self.executor).within(self.budget)
-            if nested is not None:
-                self._offer(nested)
-        bound, impossible = self._bound()
-        if not impossible:
-            self._learn(bound)
+            return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits", price=Price(0.0))
+        for named in self.survey.named:
+            self._offer(named)
+        for stage in (self.relax, self._chain, self._exact, self._learn):
+            if self.impossible or self._close() or self._late() or self.bound >= self.problem.useless_seconds:
+                break
+            self._tell(stage.__name__.strip("_"))
+            stage()
+        if self.best is None and self.bound >= self.problem.useless_seconds:
+            return Choice(frozenset(), self.bound, "another executor has a plan that no plan of this one can beat")
         if self.best is None:
             least = least_judged(self.problem)
             if least.peak_bytes > self.budget:
-                note = "proven: no plan fits" if impossible else "no plan that fits was found"
+                note = "proven: no plan fits" if self.impossible else "no plan that fits was found"
                 return Choice(least.recompute, None, note, least.run.held_from)
-            self._offer(least)
+            self._offer(self._improved(least))
         assert self.best is not None
-        self.best = self._improved(self.best)
-        return Choice(self.best.recompute, min(bound, self.best.step_seconds), "", self.best.run.held_from)
+        bound = min(self.bound, self.best.step_seconds)
+        return Choice(self.best.recompute, bound, "", self.best.run.held_from, self.price)
+
+    # -- stages
+
+    def relax(self, trying: bool = True) -> None:
+        """The linear program with proven rows, until its point violates none: the bound, and the price of a byte."""
+        everything = frozenset(self.frame.held)
+        self.rows.add_proven(everything & self.frame.needed, frozenset(), self.budget)
+        self.rows.add_proven(frozenset(), self.frame.needed, self.budget)
+        for _ in range(_RELAXED_ROUNDS):
+            rows = list(self.rows.proven.values())
+            solution = self.survey.program.relaxed(rows, self.budget, self.problem.remaining_seconds)
+            self._bounded(solution)
+            if solution.recompute is None:
+                return
+            self.price = Price.of([row.at for row in rows], solution.prices)
+            fresh = self._add_proven(solution)
+            if trying:
+                self._try(solution.recompute)
+            if not fresh or self._late() or self._close():
+                return
+
+    def _chain(self) -> None:
+        """Schedules of the chain, and of the classical strategies on it."""
+        if self.survey.links is None:
+            return
+        nested = self.survey.links.within(self.budget)
+        if nested is not None:
+            self._take(nested)
+        if can_wait(self.index):
+            for strategy in (Rotor(), Revolve()):
+                self._offer(judge_choice(self.index, strategy.choose(self.problem), self.executor))
+
+    def _exact(self) -> None:
+        """The integer program with proven rows."""
+        if not self._worthwhile():
+            return
+        for _ in range(_EXACT_ROUNDS):
+            solution = self._solve(proven=True)
+            self._bounded(solution)
+            if solution.recompute is None:
+                return
+            fresh = self._add_proven(solution)
+            self._try(solution.recompute)
+            if not fresh or self._late() or self._close():
+                return
+
+    def _learn(self) -> None:
+        """Solve, simulate, add the rows that the simulation found, again."""
+        if not self._worthwhile():
+            return
+        for _ in range(_LEARN_ROUNDS):
+            solution = self._solve(proven=False)
+            if solution.recompute is None or self._late():
+                return
+            self._add_proven(solution)
+            if not self._try(solution.recompute) or self._close():
+                return
+
+    def _worthwhile(self) -> bool:
+        """Whether the integer program may come nearer: not in large steps, nor where plans recompute much more than it counts."""
+        size = len(self.frame.dropping)
+        return size <= _FEW or (size <= _EXACT and self.best is not None and self.best.step_seconds <= self.bound * _DEEP)
+
+    # -- what they share
+
+    def _solve(self, proven: bool) -> Solution:
+        rows = list(self.rows.proven.values())
+        rows += [] if proven else self.rows.estimated()
+        seconds = min(self.problem.remaining_seconds, max(self.problem.time_limit_seconds / 4, 0.1))
+        return self.survey.program.solve(rows, self.budget, seconds, self.tolerance, self.nodes)
+
+    def _bounded(self, solution: Solution) -> None:
+        self.impossible = self.impossible or solution.infeasible
+        self.bound = max(self.bound, self.survey.floor_seconds + solution.bound)
+
+    def _add_proven(self, solution: Solution) -> int:
+        assert solution.recompute is not None
+        kept = (self.frame.needed - solution.recompute) | solution.held
+        return self.rows.add_proven(kept, solution.recompute & self.frame.needed, self.budget)
+
+    def _try(self, recompute: frozenset[int]) -> bool:
+        """Offer a choice, repaired and improved, and learn from it; says whether it is new."""
+        found = self._judge(recompute)
+        self.rows.learn(found.run, self.budget)
+        if found.recompute in self.seen:
+            return False
+        self.seen.add(found.recompute)
+        self._take(found if found.peak_bytes <= self.budget else self._repaired(found))
+        return True
+
+    def _take(self, found: Judged) -> None:
+        """Offer a plan, and if it is near the best one, or is that, what local search makes of it."""
+        if self._offer(found) and self.best is not None and found.step_seconds <= self.best.step_seconds * _NEAR:
+            self._offer(self._improved(found))
 
     def _judge(self, recompute: frozenset[int]) -> Judged:
         return judge(self.index, recompute, self.executor)
@@ -92,9 +209,12 @@ class _Search:
 
     def _improved(self, found: Judged) -> Judged:
         """More kept, and more held, until neither helps."""
-        while self.problem.remaining_seconds > 0:
-            more = hold_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds)
-            more = keep_more(self.index, more, self.executor, self.budget, self.problem.remaining_seconds)
+        tries = tries_for(found)
+        for _ in range(_IMPROVEMENTS):
+            if self._late():
+                break
+            more = hold_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds, tries)
+            more = keep_more(self.index, more, self.executor, self.budget, self.problem.remaining_seconds, tries)
             if more.step_seconds >= found.step_seconds:
                 break
             found = more
@@ -102,64 +222,14 @@ class _Search:
 
     def _repaired(self, found: Judged) -> Judged:
         """A choice that is over the budget, lowered until it fits or cannot be lowered further."""
-        return lower_peak(self.index, found, self.executor, self.frame.dropping, _REPAIRS, self.budget)
+        return lower_peak(self.index, found, self.executor, self.frame.dropping, tries_for(found), self.budget)
 
-    def _bound(self) -> tuple[float, bool]:
-        """Proven least time of any plan within the budget, and whether it is proven that there is none."""
-        floor = self.index.base_seconds + self.executor.pack_seconds * len(self.index.graph.saves)
-        everything = frozenset(self.frame.held)
-        self.rows.add_proven(everything & self.frame.needed, frozenset(), self.budget)
-        self.rows.add_proven(frozenset(), self.frame.needed, self.budget)
-        bound = floor
-        for _ in range(_BOUND_ROUNDS):
-            solution = self._solve(list(self.rows.proven.values()))
-            if solution.infeasible:
-                return bound, True
-            bound = max(bound, floor + solution.bound)
-            if solution.recompute is None:
-                break
-            kept = (self.frame.needed - solution.recompute) | solution.held
-            if not self.rows.add_proven(kept, solution.recompute & self.frame.needed, self.budget):
-                self._take(solution.recompute)
-                break
-            if self.problem.remaining_seconds <= 0:
-                break
-        return bound, False
+    def _close(self) -> bool:
+        return self.best is not None and self.best.step_seconds <= self.bound + max(self.tolerance, _ROUNDING) * self.index.base_seconds
 
-    def _solve(self, rows: list[Row]) -> Solution:
-        seconds = min(self.problem.remaining_seconds, max(self.problem.time_limit_seconds / 4, 0.1))
-        return self.program.solve(rows, self.budget, seconds, self.tolerance)
+    def _late(self) -> bool:
+        return self.problem.remaining_seconds <= 0
 
-    def _take(self, recompute: frozenset[int]) -> None:
-        found = self._judge(recompute)
-        self.seen.add(found.recompute)
-        self._try(found)
-        self.rows.learn(found.run, self.budget)
-
-    def _try(self, found: Judged) -> None:
-        """Offer a choice, repaired and improved."""
-        fitting = found if found.peak_bytes <= self.budget else self._repaired(found)
-        if self._offer(fitting):
-            self._offer(self._improved(fitting))
-
-    def _learn(self, bound: float) -> None:
-        """Solve, simulate, add the rows that the simulation found, again."""
-        for turn in range(_LEARN_ROUNDS):
-            if self._close(bound) or self.problem.remaining_seconds <= 0:
-                return
-            if self.problem.progress is not None:
-                self.problem.progress(turn, _LEARN_ROUNDS, "solving")
-            solution = self._solve([*self.rows.proven.values(), *self.rows.estimated()])
-            if solution.recompute is None:
-                return
-            kept = (self.frame.needed - solution.recompute) | solution.held
-            self.rows.add_proven(kept, solution.recompute & self.frame.needed, self.budget)
-            found = self._judge(solution.recompute)
-            self._try(found)
-            self.rows.learn(found.run, self.budget)
-            if found.recompute in self.seen:
-                return
-            self.seen.add(found.recompute)
-
-    def _close(self, bound: float) -> bool:
-        return self.best is not None and self.best.step_seconds <= bound + self.tolerance * self.index.base_seconds
+    def _tell(self, text: str) -> None:
+        if self.problem.progress is not None:
+            self.problem.progress(0, 1, f"solving: {text}")

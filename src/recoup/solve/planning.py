@@ -11,6 +11,7 @@ from recoup.plan import Capabilities, Decision, Plan
 from recoup.plan.plan import Action
 from recoup.simulate import ALWAYS, Simulation, plan_holds, plan_ids
 from recoup.simulate.index import Replays, replays
+from recoup.solve.binding import binding_in_words
 from recoup.solve.strategy import Choice
 from recoup.units import format_seconds
 
@@ -47,6 +48,8 @@ def plan_of(
         unplanned_step_seconds=unplanned.step_seconds,
         bound_seconds=bound or 0.0,
         gap=gap_of(simulation.step_seconds, bound),
+        price_seconds_per_byte=choice.price.seconds_per_byte if choice.price else None,
+        binding=binding_in_words(graph, choice.recompute, choice.held_from, choice.price),
         solve_seconds=solve_seconds,
         root_calls=graph.root_calls,
         watch=_watched(index, choice.recompute),

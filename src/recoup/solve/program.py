@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
+from recoup.solve.linear import Entry, model_of, run_integer, run_relaxed
 from recoup.solve.windows import Windows
 
 __all__ = ["Program", "Row", "Solution"]
 
-Entry = tuple[list[int], list[float], float]
-"""Columns, coefficients and least sum of one row."""
-
 _COST_SCALE = 1e4
 _MEMORY_SCALE = 1e3
 _PEAK_WEIGHT = 1e4
+_PARTLY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,14 @@ class Solution:
         held: the storages with ``K = 1``.
         bound: proven least objective (seconds of replays, or bytes of peak).
         infeasible: whether it is proven that no choice satisfies the rows.
+        prices: of a relaxed program, for each row the seconds that one more byte of budget would save there.
     """
 
     recompute: frozenset[int] | None
     held: frozenset[int]
     bound: float
     infeasible: bool
+    prices: tuple[float, ...] = ()
 
 
 class Program:
@@ -156,10 +157,7 @@ class Program:
 
         ``tolerance`` is the relative optimality gap at which the search may stop: of the step's time, or of the peak.
         """
-        memory = [self._memory(row) for row in rows]
-        largest = max((fixed for _, fixed in memory), default=1)
-        unit = _MEMORY_SCALE / max(largest, budget or 1, 1)
-        cost, upper, entries = list(self.cost), list(self.upper), list(self.entries)
+        cost, upper = list(self.cost), list(self.upper)
         peak: list[int] = []
         if budget is None:
             peak = [len(cost)]
@@ -167,18 +165,39 @@ class Program:
             cost = [value / total for value in cost]
             cost.append(_PEAK_WEIGHT)
             upper.append(highspy.kHighsInf)
-        for coefficients, fixed in memory:
-            limit = fixed * unit if budget is None else (fixed - budget) * unit
-            entries.append(([*coefficients, *peak], [*(-value * unit for value in coefficients.values()), *([1.0] * len(peak))], limit))
-        model = _model(cost, upper, [*self.integer, *([False] * len(peak))], entries)
+        entries, unit = self._limited(rows, budget or 0)
+        if peak:
+            count = len(self.entries)
+            entries[count:] = [([*columns, *peak], [*values, 1.0], limit) for columns, values, limit in entries[count:]]
+        model = model_of(cost, upper, [*self.integer, *([False] * len(peak))], entries)
         stop = tolerance * (_COST_SCALE if budget is not None else _MEMORY_SCALE * _PEAK_WEIGHT)
-        status, values, dual = _run(model, seconds, stop, nodes)
+        status, values, dual = run_integer(model, seconds, stop, nodes)
         bound = dual / self.scale if budget is not None else (dual - 1.0) / _PEAK_WEIGHT / unit
         if status == highspy.HighsModelStatus.kInfeasible:
             return Solution(None, frozenset(), bound, True)
         if values is None:
             return Solution(None, frozenset(), bound, False)
         return Solution(self._dropped(values), frozenset(u for u, column in self.hold.items() if values[column] > 0.5), bound, False)
+
+    def relaxed(self, rows: list[Row], budget: int, seconds: float) -> Solution:
+        """The linear relaxation: a bound on the seconds, and its point with all that is partly recomputed recomputed."""
+        entries, unit = self._limited(rows, budget)
+        status, values, duals, objective = run_relaxed(model_of(self.cost, self.upper, [False] * len(self.cost), entries), seconds)
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return Solution(None, frozenset(), 0.0, True)
+        if values is None or duals is None:
+            return Solution(None, frozenset(), 0.0, False)
+        held = frozenset(u for u, column in self.hold.items() if values[column] > 1 - _PARTLY)
+        # In the program a row reads: what is saved is at least what is over; its dual is the cost of one unit more over.
+        prices = tuple(float(dual) * unit / self.scale for dual in duals[len(self.entries) :])
+        return Solution(self._dropped(values, _PARTLY), held, objective / self.scale, False, prices)
+
+    def _limited(self, rows: list[Row], budget: int) -> tuple[list[Entry], float]:
+        """The structural rows and those of a budget, and what a byte counts in them."""
+        memory = [self._memory(row) for row in rows]
+        unit = _MEMORY_SCALE / max(max((fixed for _, fixed in memory), default=1), budget, 1)
+        limits = [([*found], [-value * unit for value in found.values()], (fixed - budget) * unit) for found, fixed in memory]
+        return [*self.entries, *limits], unit
 
     def priced(self, price: float, seconds: float = 10.0) -> frozenset[int] | None:
         """What to drop where there is no limit, but each kept byte costs ``price`` seconds; None if no answer came in time."""
@@ -188,51 +207,12 @@ class Program:
                 cost[column] -= price * self.scale * self.index.bytes[v]
         for v, column in self.hold.items():
             cost[column] += price * self.scale * self.index.bytes[v]
-        _, values, _ = _run(_model(cost, self.upper, self.integer, self.entries), seconds, _COST_SCALE * 1e-5, 2000)
+        _, values, _ = run_integer(model_of(cost, self.upper, self.integer, self.entries), seconds, _COST_SCALE * 1e-5, 2000)
         return None if values is None else self._dropped(values)
 
-    def _dropped(self, values: NDArray[np.float64]) -> frozenset[int]:
-        chosen = {v for v, column in self.recompute.items() if values[column] > 0.5}
+    def _dropped(self, values: NDArray[np.float64], least: float = 0.5) -> frozenset[int]:
+        chosen = {v for v, column in self.recompute.items() if values[column] > least}
         # Saved, never unpacked, and not held: dropping it costs no time.
         idle = [v for v in self.recompute if v in self.windows.optional and self.index.saves_of[v] and v in self.hold]
-        chosen |= {v for v in idle if values[self.hold[v]] < 0.5}
+        chosen |= {v for v in idle if values[self.hold[v]] < 1 - least}
         return frozenset(chosen)
-
-
-def _model(cost: list[float], upper: list[float], integer: list[bool], entries: list[Entry]) -> highspy.HighsLp:
-    """Minimise ``cost x`` with ``0 <= x <= upper`` and each entry's ``sum >= limit``."""
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(cost), len(entries)
-    lp.col_cost_ = np.array(cost, dtype=np.float64)
-    lp.col_lower_ = np.zeros(len(cost))
-    lp.col_upper_ = np.array(upper, dtype=np.float64)
-    lp.row_lower_ = np.array([limit for _, _, limit in entries], dtype=np.float64)
-    lp.row_upper_ = np.full(len(entries), highspy.kHighsInf)
-    lengths = np.cumsum([0, *(len(columns) for columns, _, _ in entries)])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = lengths.astype(np.int32)
-    lp.a_matrix_.index_ = np.array([column for columns, _, _ in entries for column in columns], dtype=np.int32)
-    lp.a_matrix_.value_ = np.array([value for _, values, _ in entries for value in values], dtype=np.float64)
-    lp.integrality_ = [highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in integer]
-    return lp
-
-
-def _run(
-    model: highspy.HighsLp, seconds: float, stop: float, nodes: int
-) -> tuple[highspy.HighsModelStatus, NDArray[np.float64] | None, float]:
-    """Status, values of the best solution found (None if there is none), proven bound on the objective."""
-    # The plain binding: the wrapper class above it prints a banner when it is made.
-    solver = highspy._Highs()  # pyrefly: ignore[missing-attribute]
-    for option, value in (
-        ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", max(seconds, 0.05)), ("mip_max_nodes", nodes),
-        ("mip_abs_gap", max(stop, 1e-9)), ("mip_rel_gap", 0.0), ("mip_feasibility_tolerance", 1e-7), ("primal_feasibility_tolerance", 1e-7),
-    ):  # fmt: skip
-        solver.setOptionValue(option, value)
-    solver.passModel(model)
-    solver.run()
-    status = solver.getModelStatus()
-    info = solver.getInfo()
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    values = np.array(solver.getSolution().col_value) if found else None
-    dual = info.mip_dual_bound
-    return status, values, float(dual) if np.isfinite(dual) else 0.0

@@ -18,9 +18,10 @@ _SPREAD = 24
 class Rows:
     """The rows gathered in one search. Proven rows may be used for a bound, learned rows only to find plans."""
 
-    def __init__(self, index: Replays, frame: Windows) -> None:
+    def __init__(self, index: Replays, frame: Windows, proven: dict[int, Row] | None = None) -> None:
         self.index, self.windows = index, frame
-        self.proven: dict[int, Row] = {}
+        # Proven rows hold whatever the budget is; searches for other budgets may begin with them.
+        self.proven: dict[int, Row] = {} if proven is None else proven
         self.learned: dict[tuple[int, int], tuple[int, int, bool]] = {}
         # From a simulation: the earliest gap at which a storage's copy was made, by storage.
         self.early: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, sqrt
 
 from recoup.graph import StepGraph
@@ -15,10 +16,14 @@ def segments(graph: StepGraph) -> list[frozenset[int]]:
     ``graph.blocks`` if it has any; else the numbered children of the module with the most of them; else cuts of the
     forward into about sqrt(operations) parts of equal time.
     """
-    blocks = graph.blocks or _numbered_children(graph)
-    found = [frozenset(op.id for op in graph.ops if op.phase == "forward" and _under(op.module, block)) for block in blocks]
-    found = [ops for ops in found if ops]
-    return sorted(found, key=min) if len(found) > 1 else _equal_cuts(graph)
+    found: dict[str, set[int]] = {block: set() for block in graph.blocks or _numbered_children(graph)}
+    for op in graph.ops:
+        if op.phase == "forward":
+            for path in _paths(op.module):
+                if path in found:
+                    found[path].add(op.id)
+    parts = [frozenset(ops) for ops in found.values() if ops]
+    return sorted(parts, key=min) if len(parts) > 1 else _equal_cuts(graph)
 
 
 def merged(parts: list[frozenset[int]]) -> list[frozenset[int]]:
@@ -27,8 +32,11 @@ def merged(parts: list[frozenset[int]]) -> list[frozenset[int]]:
     return [frozenset().union(*parts[start : start + size]) for start in range(0, len(parts), size)]
 
 
-def _under(module: str, block: str) -> bool:
-    return module == block or module.startswith(f"{block}.")
+def _paths(module: str) -> Iterator[str]:
+    """A module path and those of the modules around it."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 def _numbered_children(graph: StepGraph) -> tuple[str, ...]:
