@@ -30,9 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="GRAPH|FILE.py:FUNCTION", help="a recorded graph, or a workload to record")
     add_sizes(parser)
     parser.add_argument("--budgets", type=_listed, metavar="LIST", help="such as 40%%,60%%,2GiB (default: about ten that can be met)")
-    parser.add_argument(
-        "--strategies", type=_listed, metavar="LIST", help="names with commas (default: optimal, those of one plan, rotor)"
-    )
+    parser.add_argument("--strategies", type=_listed, metavar="LIST", help="names with commas (default: optimal, those of one plan, rotor)")
     parser.add_argument("--gear", choices=GEARS, default="auto", help="how plans are run (default: the faster one)")
     parser.add_argument("--measure", type=int, default=0, metavar="K", help="apply and measure K of the points (workload only)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the frontier (.png, .pdf or .svg)")

@@ -55,8 +55,8 @@ def judge(index: Replays, recompute: frozenset[int], executor: Capabilities, sin
 
 def judge_choice(index: Replays, choice: Choice, executor: Capabilities) -> Judged:
     """A strategy's answer, simulated, with its moments as solvers count them."""
-    asks = first_asks(index)
-    return judge(index, choice.recompute, executor, {v: asks[u] for v, u in choice.held_from.items()})
+    asks, never = first_asks(index), len(index.events)
+    return judge(index, choice.recompute, executor, {v: asks.get(u, never) for v, u in choice.held_from.items()})
 
 
 def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int, seconds: float, tries: int) -> Judged:

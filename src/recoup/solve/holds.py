@@ -46,15 +46,16 @@ def held_from(index: Replays, recompute: frozenset[int], since: Mapping[int, int
     """Moments as storages: the first dropped one that is asked for at that moment or later.
 
     What is held from the first replay on is left out. What would never be held is held from the last replay on, which is the same.
+    In steps that are no chain a storage that waits does so for itself.
     """
     if not since:
         return {}
     asks = first_asks(index)
     order = sorted((asks[v], v) for v in recompute if v in asks)
-    numbers = [number for number, _ in order]
+    numbers, chain = [number for number, _ in order], can_wait(index)
     found: dict[int, int] = {}
     for v, moment in since.items():
         place = min(bisect_left(numbers, moment), len(order) - 1)
         if v in recompute and place > 0:
-            found[v] = order[place][1]
+            found[v] = order[place][1] if chain else v
     return found

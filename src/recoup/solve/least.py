@@ -9,7 +9,8 @@ from msgspec import structs
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
 from recoup.simulate.index import replays
-from recoup.solve.descent import Judged, judge, lower_peak, tries_for
+from recoup.solve.checkmate import Checkmate
+from recoup.solve.descent import Judged, judge, judge_choice, lower_peak, tries_for
 from recoup.solve.hierarchy import links_of
 from recoup.solve.holds import can_wait
 from recoup.solve.named import NAMED
@@ -23,6 +24,7 @@ __all__ = ["least_judged", "least_peak"]
 _CACHE_KEY = "_recoup_least"
 _ROUNDS = 8
 _LARGE = 500
+_FEW = 24
 # Fixed amounts of work, not of time, so that the same step always has the same least peak.
 _NODES = 400
 _SECONDS = 30.0
@@ -60,6 +62,9 @@ def _least(problem: Problem) -> Judged:
         starts.append(judge(index, deeper.recompute, executor, deeper.since))
     if can_wait(index):
         starts.append(links_of(index, executor).least())
+    if len(frame.dropping) <= _FEW:
+        # Whatever the peak, it is above one byte: the program of the whole schedule answers with the least.
+        starts.append(judge_choice(index, Checkmate(nodes=_NODES).choose(replace(problem, budget_bytes=1)), executor))
     best = min(starts, key=_rank)
     for found in starts:
         rows.learn(found.run, 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recoup.solve.checkmate import Checkmate
 from recoup.solve.classics import Revolve, Rotor
 from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, lower_peak, tries_for
 from recoup.solve.holds import can_wait
@@ -35,6 +36,7 @@ _ROUNDING = 1e-9
 _IMPROVEMENTS = 3
 # Beyond so many decisions the integer program is left out: its relaxation is nearly integral, and all that scales.
 _EXACT = 6000
+_WHOLE, _WHOLE_NODES = 60, 3000
 _FEW, _DEEP = 500, 1.1
 # What is further above the best plan than that is not worth improving.
 _NEAR = 1.01
@@ -85,7 +87,7 @@ class _Search:
             return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits", price=Price(0.0))
         for named in self.survey.named:
             self._offer(named)
-        for stage in (self.relax, self._chain, self._exact, self._learn):
+        for stage in (self.relax, self._chain, self._exact, self._learn, self._whole):
             if self.impossible or self._close() or self._late() or self.bound >= self.problem.useless_seconds:
                 break
             self._tell(stage.__name__.strip("_"))
@@ -158,6 +160,15 @@ class _Search:
             self._add_proven(solution)
             if not self._try(solution.recompute) or self._close():
                 return
+
+    def _whole(self) -> None:
+        """In small steps the program of the whole schedule, which knows of storages that are rebuilt more than once."""
+        if len(self.frame.dropping) > _WHOLE:
+            return
+        choice = Checkmate(nodes=_WHOLE_NODES, lowers=self.best is None).choose(self.problem)
+        self._offer(judge_choice(self.index, choice, self.executor))
+        if choice.bound_seconds is not None:
+            self.bound = max(self.bound, choice.bound_seconds)
 
     def _worthwhile(self) -> bool:
         """Whether the integer program may come nearer: not in large steps, nor where plans recompute much more than it counts."""

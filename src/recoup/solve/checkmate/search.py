@@ -23,9 +23,8 @@ from recoup.solve.strategy import Choice, Problem
 
 __all__ = ["Checkmate"]
 
-_LIMIT = 40
+_LIMIT = 60
 _ROUNDS = 50
-_NODES = 1_000_000
 # The step's time in the objective and the budget in the memory rows: the solver's tolerances are absolute.
 _COST_SCALE = 1e4
 _MEMORY_SCALE = 1e3
@@ -34,9 +33,18 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Checkmate:
-    """Least time within the budget, proven, for steps of up to 40 storages that can be dropped."""
+    """Least time within the budget, proven, for steps of up to 60 storages that can be dropped.
+
+    Attributes:
+        name: what plans call it.
+        nodes: how far the search for one integer program may branch; beyond that its best answer and bound count.
+        lowers: whether to look for the least peak where nothing within the budget is found.
+    """
 
     name: str = "checkmate"
+    nodes: int = 1_000_000
+    lowers: bool = True
+    takes_budgets: bool = True
 
     def choose(self, problem: Problem) -> Choice:
         """The fastest schedule within the budget; the one with the least peak where nothing fits.
@@ -52,7 +60,7 @@ class Checkmate:
         size = len(droppable(index, problem.executor))
         if size > _LIMIT:
             raise UsageError(f"the strategy 'checkmate' is for steps with up to {_LIMIT} storages to drop, not {size}; use 'optimal'")
-        return _Search(problem, problem.budget_bytes).choose()
+        return _Search(problem, problem.budget_bytes, self.nodes, self.lowers).choose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +76,9 @@ class _Found:
 class _Search:
     """One search: the program, and what the simulator says of its answers."""
 
-    def __init__(self, problem: Problem, budget_bytes: int) -> None:
-        self.problem, self.budget_bytes = problem, budget_bytes
-        self.program = _Program(replays(problem.graph), problem.executor)
+    def __init__(self, problem: Problem, budget_bytes: int, nodes: int, lowers: bool) -> None:
+        self.problem, self.budget_bytes, self.lowers = problem, budget_bytes, lowers
+        self.program = _Program(replays(problem.graph), problem.executor, nodes)
         self.fastest: _Found | None = None
         self.least: _Found | None = None
 
@@ -87,7 +95,7 @@ class _Search:
             found = self.fastest is not None and self.fastest.step_seconds <= bound * (1 + _ROUNDING)
             if answer.values is None or found or not self.problem.remaining_seconds:
                 break
-        if self.fastest is None:
+        if self.fastest is None and self.lowers:
             self._lower()
         if self.fastest is not None:
             return Choice(self.fastest.recompute, min(bound, self.fastest.step_seconds), "", self.fastest.held_from)
@@ -129,7 +137,8 @@ class _Answer:
 class _Program:
     """The program of one step: what runs, its seconds, and the bytes of all moments."""
 
-    def __init__(self, index: Replays, executor: Capabilities) -> None:
+    def __init__(self, index: Replays, executor: Capabilities, nodes: int) -> None:
+        self.nodes = nodes
         self.stages = Stages(index, executor)
         self.moments = moments(self.stages)
         self.fixed_seconds = index.base_seconds + executor.pack_seconds * len(index.graph.saves)
@@ -154,7 +163,7 @@ class _Program:
         for moment in self.moments:
             rows.at_least(room, weighed([(unit, moment)]))
         model = model_of(cost, [*([1.0] * count), inf], [*self.stages.integer, False], [*self.stages.entries, *rows.entries])
-        status, values, dual = run_integer(model, seconds, 0.0, _NODES)
+        status, values, dual = run_integer(model, seconds, 0.0, self.nodes)
         bound = dual / unit if budget_bytes is None else self.fixed_seconds + dual / self.scale
         return _Answer(values, bound, status == highspy.HighsModelStatus.kInfeasible)
 

@@ -154,7 +154,9 @@ class Stages(Columns):
         if not self._in_parts(v):
             stage.whole[1][v] = held
         elif wanted:
-            whole = stage.whole[1][v] = added([stage.whole[0].get(v, {}), self.column()])
+            finished = self.column()
+            whole = stage.whole[1][v] = added([stage.whole[0].get(v, {}), finished])
+            self.at_least(wanted, finished)
             self.at_least(held, whole)
             self.at_least(whole, both(wanted, held))
 
