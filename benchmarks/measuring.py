@@ -127,6 +127,7 @@ def arguments(description: str, *, repeats: int | None = None, workloads: Iterab
     )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--out", type=Path, help="write there instead of to standard output")
+    parser.add_argument("--json", type=Path, help="write the rows there as JSON too")
     return parser
 
 
@@ -170,7 +171,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "options": {name: value for name, value in vars(options).items() if name not in ("format", "out")},
+        "options": {name: value for name, value in vars(options).items() if name not in ("format", "out", "json")},
         "malloc": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_") or name == "LD_PRELOAD"},
     }
 
@@ -186,9 +187,10 @@ def ratio(value: float | None) -> str:
 
 
 def write(options: argparse.Namespace, rows: Iterable[Any], tables: Iterable[Table]) -> None:
-    """The rows as JSON, or the tables as text, on standard output or to ``--out``."""
+    """The rows as JSON, or the tables as text, on standard output or to ``--out``; the rows to ``--json`` too."""
+    as_json = json.dumps({"environment": environment(options), "rows": [asdict(row) for row in rows]}, indent=1, default=str) + "\n"
     if options.format == "json":
-        text = json.dumps({"environment": environment(options), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        text = as_json
     else:
         buffer = io.StringIO()
         console = Console(file=buffer, width=180 if options.out or not sys.stdout.isatty() else None)
@@ -197,10 +199,11 @@ def write(options: argparse.Namespace, rows: Iterable[Any], tables: Iterable[Tab
         text = buffer.getvalue()
     if options.out is None:
         sys.stdout.write(text)
-    else:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text)
-        sys.stderr.write(f"Wrote {options.out}\n")
+    for path, content in ((options.out, text), (options.json, as_json)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+            sys.stderr.write(f"Wrote {path}\n")
 
 
 def sizes(options: argparse.Namespace) -> dict[str, int]:

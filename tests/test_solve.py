@@ -1,11 +1,9 @@
-"""Solvers against an exhaustive oracle, and the laws that every plan obeys."""
+"""The laws that every plan obeys; test_oracle.py holds solvers against every schedule of small steps."""
 
 from __future__ import annotations
 
-from itertools import chain, combinations
-
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphs
@@ -14,28 +12,11 @@ from recoup.graph import StepGraph
 from recoup.plan import LIVE, STATIC, Capabilities
 from recoup.simulate import plan_ids, simulate, simulate_plan
 from recoup.simulate.index import replays
-from recoup.simulate.judge import run
 from recoup.solve import Choice, Problem, least_peak, solve, strategies_by_name
-from recoup.solve.choice import droppable, prune, runnable
+from recoup.solve.choice import droppable, prune
 from recoup.solve.named import NAMED
 
 EXECUTORS = st.sampled_from([LIVE, STATIC])
-_ORACLE_LIMIT = 9
-
-
-def oracle(graph: StepGraph, executor: Capabilities) -> list[tuple[int, float]]:
-    """Peak and time of every choice that the executor can run."""
-    index = replays(graph)
-    candidates = sorted(droppable(index, executor))
-    subsets = chain.from_iterable(combinations(candidates, size) for size in range(len(candidates) + 1))
-    found = []
-    for subset in subsets:
-        chosen = frozenset(subset)
-        if runnable(index, chosen, executor) != chosen:
-            continue
-        lived = run(graph, chosen)
-        found.append((int(lived.bytes_at.max()), lived.seconds(executor)))
-    return found
 
 
 def budget_within(graph: StepGraph, share: float, executor: Capabilities) -> int:
@@ -44,29 +25,11 @@ def budget_within(graph: StepGraph, share: float, executor: Capabilities) -> int
     return least + int((peak - least) * share)
 
 
-@given(graphs.step_graphs(), EXECUTORS, st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
-def test_never_below_the_oracle_and_the_bound_holds(graph, executor, share):
-    assume(0 < len(droppable(replays(graph), executor)) <= _ORACLE_LIMIT)
-    budget = budget_within(graph, share, executor)
-    plan = solve(graph, budget, gear=executor.name)
-    times = [seconds for peak, seconds in oracle(graph, executor) if peak <= budget]
-    assert plan.peak_bytes <= budget
-    best = min(times)
-    slack = 1e-6 * best
-    assert plan.step_seconds >= best - slack
-    assert plan.bound_seconds <= best + slack
-    if plan.gap == 0:
-        assert plan.step_seconds == pytest.approx(best, rel=1e-6)
-
-
 @given(graphs.step_graphs(), EXECUTORS)
 @settings(max_examples=40, deadline=None)
-def test_the_least_peak_can_be_solved_for_and_is_not_below_the_oracle(graph, executor):
-    assume(0 < len(droppable(replays(graph), executor)) <= _ORACLE_LIMIT)
+def test_the_least_peak_can_be_solved_for(graph, executor):
     least, chosen = least_peak(graph, executor)
     assert simulate(graph, chosen.recompute, executor, chosen.held_from).peak_bytes == least
-    assert least >= min(peak for peak, _ in oracle(graph, executor))
     assert solve(graph, max(least, 1), gear=executor.name).peak_bytes <= least
 
 
