@@ -38,6 +38,7 @@ __all__ = [
     "mebibytes",
     "progress_bar",
     "ratio",
+    "restart_with",
     "rounds",
     "sizes",
     "write",
@@ -143,10 +144,16 @@ def chosen_workloads(options: argparse.Namespace) -> list[str]:
         raise UsageError(f"no workload is called {', '.join(unknown) or '(nothing)'}; there are {', '.join(WORKLOADS)}")
     if getattr(options, "repeats", 2) < 2:
         raise UsageError("--repeats must be 2 or more, for there to be a median and a spread")
-    if options.caching_allocator and any(os.environ.get(name) != value for name, value in _CACHING.items()):
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, **_CACHING})
+    if options.caching_allocator:
+        restart_with(_CACHING)
     torch.set_num_threads(options.threads)
     return names
+
+
+def restart_with(settings: Mapping[str, str]) -> None:
+    """Starts the program anew with these settings of malloc, which are read when a process starts; unless they are set."""
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **settings})
 
 
 @contextmanager
