@@ -19,7 +19,7 @@ from recoup.simulate.index import Replays, replays
 from recoup.simulate.judge import run
 from recoup.solve.choice import droppable, runnable
 
-__all__ = ["Schedule", "TooMany", "by_triggers", "fastest", "front", "pareto", "runnables", "schedules", "tangled_graphs"]
+__all__ = ["Schedule", "TooMany", "by_triggers", "fastest", "front", "pareto", "runnables", "schedules", "tangled_graph", "tangled_graphs"]
 
 Schedule = tuple[frozenset[int], Mapping[int, int], int, float]
 """Dropped storages, ``held_from``, peak in bytes, time of the step in seconds."""
@@ -34,8 +34,8 @@ class TooMany(Exception):
 def schedules(graph: StepGraph, executor: Capabilities, limit: int = LIMIT) -> Iterator[Schedule]:
     """All schedules that the executor can run, each once.
 
-    Left out are those that hold a copy for which nothing asks any more after the rebuild that makes it: waiting is as fast
-    and takes no more memory.
+    Left out are those in which a storage waits although nothing asks for it any more after the rebuild that makes it: held, it
+    goes no later, and what it is made from may go at once.
 
     Raises:
         TooMany: there are more than ``limit``.
@@ -127,14 +127,14 @@ class _Walk:
                 continue
             wanted, ran, free = self._rebuild(v, held, place)
             for chosen in _subsets(free):
-                waits = waited | (set(free) - set(chosen))
-                if (waits and not again) or (only_own and waited & set(chosen)):
+                waiting = set(free) - set(chosen)
+                if (waiting and not again) or (only_own and waited & set(chosen)):
                     continue
                 after = {**held, **dict.fromkeys(wanted & held.keys(), ())}
                 for u in (v, *chosen):
                     after[u] = () if u in wanted else tuple(op for op in self.index.ops_of[u] if op not in ran)
-                if not again or all(self._asked(u, after, place) for u in chosen):
-                    left.append((place + 1, after, {**since, **dict.fromkeys(chosen, v)}, frozenset(waits)))
+                if only_own or all(self._asked(u, after, place) for u in waiting):
+                    left.append((place + 1, after, {**since, **dict.fromkeys(chosen, v)}, waited | waiting))
 
     def _rebuild(self, v: int, held: dict[int, tuple[int, ...]], place: int) -> tuple[set[int], set[int], list[int]]:
         """What is wanted for v, the operations that run, and the storages that may be held from now on or wait."""
@@ -164,10 +164,11 @@ def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
 
 def tangled_graphs() -> st.SearchStrategy[StepGraph]:
     """Random steps of four to nine operations, few of whose results are saved, most read more than once, in uneven sizes."""
-    return st.builds(_tangled, st.integers(0, 1 << 32))
+    return st.builds(tangled_graph, st.integers(0, 1 << 32))
 
 
-def _tangled(seed: int) -> StepGraph:
+def tangled_graph(seed: int) -> StepGraph:
+    """One of them."""
     pick, build = random.Random(seed), graphs.Builder("tangled")
     x = build.standing(5, "input")
     activations, saved = [x], {x}

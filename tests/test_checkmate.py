@@ -148,6 +148,16 @@ def test_every_budget_of_steps_made_by_hand(made, executor):
         check_against(front, graph, peak - 1, executor)
 
 
+@pytest.mark.parametrize("seed", [5, 42, 68, 347, 664, 838, 960, 1049, 1671, 1759, 3313])
+def test_no_row_can_be_left_out(seed):
+    """Steps that need those rows that others rarely do: without them schedules would have to be cut off."""
+    graph = oracle.tangled_graph(seed)
+    front = oracle.pareto(graph, LIVE)
+    for peak, _ in front[:-1]:
+        check_against(front, graph, peak, LIVE)
+        assert solves(graph, peak, LIVE) == 1
+
+
 @pytest.mark.parametrize(("budget", "replayed"), [(500, 2), (401, 2), (301, 3), (201, 6)])
 def test_a_chain_is_rebuilt_again_as_often_as_it_must(budget, replayed):
     graph = deep_chain(6)

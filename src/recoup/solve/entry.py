@@ -18,6 +18,7 @@ from recoup.solve.named import NAMED
 from recoup.solve.optimal import Optimal, bound_seconds
 from recoup.solve.planning import plan_of
 from recoup.solve.strategy import Choice, Problem, Progress, Strategy, takes_budgets
+from recoup.solve.warm import Warm
 from recoup.units import Budget, format_bytes, parse_budget
 
 __all__ = ["Decided", "best_of", "decide", "decide_all", "executors_of", "solve", "strategies_by_name", "strategy_of"]
@@ -89,19 +90,21 @@ def decide_all(
     executors: Sequence[Capabilities],
     seconds: float,
     progress: Progress | None = None,
+    warm: Warm | None = None,
 ) -> list[Decided]:
     """What a strategy chooses for several executors, in ``seconds`` altogether.
 
     ``optimal`` takes first the one with the lower bound; the other may give up where its bound is above the first one's plan.
     """
-    order = list(executors)
+    order, started = list(executors), time.perf_counter()
     if isinstance(strategy, Optimal) and budget_bytes is not None and len(order) > 1:
-        bounds = {executor: bound_seconds(Problem(graph, budget_bytes, executor, seconds / len(order))) for executor in order}
+        bounds = {executor: bound_seconds(Problem(graph, budget_bytes, executor, seconds / len(order) / 2, warm=warm)) for executor in order}
         order.sort(key=lambda executor: bounds[executor])
     found: list[Decided] = []
-    for executor in order:
+    for place, executor in enumerate(order):
+        left = max(seconds - (time.perf_counter() - started), 0.0) / (len(order) - place)
         useless = min((one.simulation.step_seconds for one in found if one.feasible), default=float("inf"))
-        found.append(decide(graph, budget_bytes, strategy, executor, seconds / len(order), progress, useless))
+        found.append(decide(graph, budget_bytes, strategy, executor, left, progress, useless, warm))
     return found
 
 
@@ -113,13 +116,14 @@ def decide(
     seconds: float,
     progress: Progress | None = None,
     useless_seconds: float = float("inf"),
+    warm: Warm | None = None,
 ) -> Decided:
     """What a strategy chooses for one executor, and what the simulator says of it.
 
     Raises:
         PlanMismatch: the strategy chose what the executor cannot run.
     """
-    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress, useless_seconds))
+    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress, useless_seconds, warm))
     simulation = simulate(graph, choice.recompute, executor, choice.held_from)
     return Decided(executor, choice, simulation, budget_bytes is None or simulation.peak_bytes <= budget_bytes)
 

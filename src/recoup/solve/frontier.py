@@ -13,11 +13,12 @@ from recoup.solve.binding import binding_in_words
 from recoup.solve.classics import Rotor
 from recoup.solve.entry import Decided, best_of, decide_all, executors_of, strategy_of
 from recoup.solve.holds import can_wait
-from recoup.solve.least import least_peak
+from recoup.solve.least import least_judged, least_peak
 from recoup.solve.named import NAMED
 from recoup.solve.optimal import Optimal
 from recoup.solve.planning import gap_of
-from recoup.solve.strategy import Progress, Strategy, takes_budgets
+from recoup.solve.strategy import Problem, Progress, Strategy, takes_budgets
+from recoup.solve.warm import Warm
 from recoup.units import Budget, parse_budget
 
 __all__ = ["FrontierPoint", "frontier"]
@@ -130,10 +131,13 @@ def _curve(
 ) -> list[FrontierPoint]:
     """One strategy over growing budgets, better plans carried up and proven bounds carried down."""
     plans: list[Decided] = []
+    warm = Warm()
+    if isinstance(strategy, Optimal):
+        warm.plans = {executor: least_judged(Problem(graph, None, executor)) for executor in executors}
     bounds: list[dict[str, float]] = []
     for place, budget in enumerate(amounts):
         _tell(progress, done[0] + place, done[1], strategy.name)
-        found = decide_all(graph, budget, strategy, executors, seconds)
+        found = decide_all(graph, budget, strategy, executors, seconds, warm=warm)
         bounds.append({item.executor.name: item.choice.bound_seconds for item in found if item.choice.bound_seconds is not None})
         before = [plans[-1]] if plans and plans[-1].feasible else []
         plans.append(best_of([*found, *before]))

@@ -26,7 +26,7 @@ from recoup.solve.windows import Windows, windows
 __all__ = ["Hierarchy", "Links", "links_of"]
 
 _LEVELS = 400
-_TRIES = 9
+_TRIES = 7
 _SHRINK = 0.7
 _CACHE_KEY = "_recoup_links"
 
@@ -99,7 +99,7 @@ class Links:
                     best = found
             else:
                 high = asked
-            if high - low <= budget // 2000:
+            if high - low <= budget // 1000:
                 break
             asked = (low + high) // 2
         return best

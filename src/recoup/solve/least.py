@@ -39,13 +39,20 @@ def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Ch
 
 def least_judged(problem: Problem) -> Judged:
     """The plan with the least simulated peak that programs, named strategies and descent find; once found, kept on the graph."""
+    known, reach = _known(problem), _reach(problem)
+    if reach not in known:
+        known[reach] = _least(problem)
+    return known[reach]
+
+
+def _known(problem: Problem) -> dict[tuple[bool, ...], Judged]:
+    return problem.graph.__dict__.setdefault(_CACHE_KEY, {})
+
+
+def _reach(problem: Problem) -> tuple[bool, ...]:
+    """The peak does not depend on what an executor's overheads are, only on what it can run."""
     executor = problem.executor
-    # The peak does not depend on what an executor's overheads are, only on what it can run.
-    reach = (executor.keeps_unsaved, executor.replays_random, executor.rebuilds_again)
-    cache: dict[tuple[bool, ...], Judged] = problem.graph.__dict__.setdefault(_CACHE_KEY, {})
-    if reach not in cache:
-        cache[reach] = _least(problem)
-    return cache[reach]
+    return executor.keeps_unsaved, executor.replays_random, executor.rebuilds_again
 
 
 def _least(problem: Problem) -> Judged:

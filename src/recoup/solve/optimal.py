@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from recoup.solve.checkmate import Checkmate
 from recoup.solve.classics import Revolve, Rotor
 from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, lower_peak, tries_for
-from recoup.solve.holds import can_wait
 from recoup.solve.least import least_judged
 from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
@@ -71,7 +70,8 @@ class _Search:
         self.problem, self.budget, self.executor = problem, problem.budget_bytes, problem.executor
         self.survey = survey_of(problem.graph, problem.executor)
         self.index, self.frame = self.survey.index, self.survey.frame
-        self.rows = Rows(self.index, self.frame, self.survey.proven)
+        warm = problem.warm
+        self.rows = Rows(self.index, self.frame, None if warm is None else warm.rows.setdefault(problem.executor, {}))
         self.best: Judged | None = None
         self.bound = self.survey.floor_seconds
         self.price: Price | None = None
@@ -85,8 +85,8 @@ class _Search:
         unplanned = judge(self.index, frozenset(), self.executor)
         if unplanned.peak_bytes <= self.budget:
             return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits", price=Price(0.0))
-        for named in self.survey.named:
-            self._offer(named)
+        for known in (*self.survey.named, *self._handed_on()):
+            self._offer(known)
         for stage in (self.relax, self._chain, self._exact, self._learn, self._whole):
             if self.impossible or self._close() or self._late() or self.bound >= self.problem.useless_seconds:
                 break
@@ -101,8 +101,16 @@ class _Search:
                 return Choice(least.recompute, None, note, least.run.held_from)
             self._offer(self._improved(least))
         assert self.best is not None
+        if self.problem.warm is not None:
+            self.problem.warm.plans[self.executor] = self.best
         bound = min(self.bound, self.best.step_seconds)
         return Choice(self.best.recompute, bound, "", self.best.run.held_from, self.price)
+
+    def _handed_on(self) -> list[Judged]:
+        """The plan for the next smaller budget."""
+        warm = self.problem.warm
+        known = None if warm is None else warm.plans.get(self.executor)
+        return [] if known is None or known.peak_bytes > self.budget else [known]
 
     # -- stages
 
@@ -131,7 +139,7 @@ class _Search:
         nested = self.survey.links.within(self.budget)
         if nested is not None:
             self._take(nested)
-        if can_wait(self.index):
+        if len(self.frame.dropping) <= _FEW:
             for strategy in (Rotor(), Revolve()):
                 self._offer(judge_choice(self.index, strategy.choose(self.problem), self.executor))
 
@@ -221,7 +229,8 @@ class _Search:
     def _improved(self, found: Judged) -> Judged:
         """More kept, and more held, until neither helps."""
         tries = tries_for(found)
-        for _ in range(_IMPROVEMENTS):
+        # A plan that replays more than the step has operations takes long to simulate, and little is left to improve.
+        for _ in range(_IMPROVEMENTS if len(found.run.replayed.ops) <= self.index.count else 1):
             if self._late():
                 break
             more = hold_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds, tries)

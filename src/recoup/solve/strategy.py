@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
+
+if TYPE_CHECKING:
+    from recoup.solve.warm import Warm
 
 __all__ = ["Choice", "Price", "Problem", "Progress", "Strategy", "takes_budgets"]
 
@@ -27,6 +30,7 @@ class Problem:
         time_limit_seconds: how long to search; running out of it is no error.
         progress: called now and then, or None.
         useless_seconds: a plan that takes that long is of no use: another executor has one. A search may stop when its bound says so.
+        warm: what searches for smaller budgets of the same step found, or None.
         started: when the search began, on ``time.perf_counter``.
     """
 
@@ -36,6 +40,7 @@ class Problem:
     time_limit_seconds: float = 20.0
     progress: Progress | None = None
     useless_seconds: float = float("inf")
+    warm: Warm | None = None
     started: float = field(default_factory=time.perf_counter)
 
     @property

@@ -1,4 +1,4 @@
-"""What searches for all budgets of one step share: windows, program, proven rows, the chain; kept on the graph."""
+"""What searches for all budgets of one step share: windows, program, the chain, the fixed plans; kept on the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recoup.solve.descent import Judged, judge
 from recoup.solve.hierarchy import Links, links_of
 from recoup.solve.holds import can_wait
 from recoup.solve.named import NAMED
-from recoup.solve.program import Program, Row
+from recoup.solve.program import Program
 from recoup.solve.strategy import Problem
 from recoup.solve.windows import Windows, windows
 
@@ -26,7 +26,6 @@ class Survey:
     def __init__(self, index: Replays, executor: Capabilities) -> None:
         self.index, self.executor = index, executor
         self.frame: Windows = windows(index, executor)
-        self.proven: dict[int, Row] = {}
 
     @cached_property
     def program(self) -> Program:
