@@ -98,7 +98,9 @@ def decide_all(
     """
     order, started = list(executors), time.perf_counter()
     if isinstance(strategy, Optimal) and budget_bytes is not None and len(order) > 1:
-        bounds = {executor: bound_seconds(Problem(graph, budget_bytes, executor, seconds / len(order) / 2, warm=warm)) for executor in order}
+        bounds = {
+            executor: bound_seconds(Problem(graph, budget_bytes, executor, seconds / len(order) / 2, warm=warm)) for executor in order
+        }
         order.sort(key=lambda executor: bounds[executor])
     found: list[Decided] = []
     for place, executor in enumerate(order):
