@@ -185,7 +185,7 @@ def test_what_it_does_not_take_is_said():
     with pytest.raises(UsageError, match="needs a budget"):
         Checkmate().choose(Problem(graphs.chain()))
     graph = graphs.transformer(2)
-    with pytest.raises(UsageError, match=f"40 .* {len(droppable(replays(graph), LIVE))}"):
+    with pytest.raises(UsageError, match=f"60 .* {len(droppable(replays(graph), LIVE))}"):
         Checkmate().choose(Problem(graph, 1, LIVE))
 
 

@@ -35,8 +35,9 @@ _ROUNDING = 1e-9
 _IMPROVEMENTS = 3
 # Beyond so many decisions the integer program is left out: its relaxation is nearly integral, and all that scales.
 _EXACT = 6000
-_WHOLE, _WHOLE_NODES = 60, 3000
+_WHOLE, _WHOLE_NODES, _WHOLE_ROUNDS = 48, 100, 3
 _FEW, _DEEP = 500, 1.1
+_TINY = 24
 # What is further above the best plan than that is not worth improving.
 _NEAR = 1.01
 
@@ -173,7 +174,7 @@ class _Search:
         """In small steps the program of the whole schedule, which knows of storages that are rebuilt more than once."""
         if len(self.frame.dropping) > _WHOLE:
             return
-        choice = Checkmate(nodes=_WHOLE_NODES, lowers=self.best is None).choose(self.problem)
+        choice = Checkmate(nodes=_WHOLE_NODES, rounds=_WHOLE_ROUNDS, lowers=len(self.frame.dropping) <= _TINY).choose(self.problem)
         self._offer(judge_choice(self.index, choice, self.executor))
         if choice.bound_seconds is not None:
             self.bound = max(self.bound, choice.bound_seconds)

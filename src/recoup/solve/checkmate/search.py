@@ -24,7 +24,6 @@ from recoup.solve.strategy import Choice, Problem
 __all__ = ["Checkmate"]
 
 _LIMIT = 60
-_ROUNDS = 50
 # The step's time in the objective and the budget in the memory rows: the solver's tolerances are absolute.
 _COST_SCALE = 1e4
 _MEMORY_SCALE = 1e3
@@ -38,11 +37,13 @@ class Checkmate:
     Attributes:
         name: what plans call it.
         nodes: how far the search for one integer program may branch; beyond that its best answer and bound count.
+        rounds: how many answers are simulated and, where the simulator is not content or the search was cut short, cut off.
         lowers: whether to look for the least peak where nothing within the budget is found.
     """
 
     name: str = "checkmate"
     nodes: int = 1_000_000
+    rounds: int = 50
     lowers: bool = True
     takes_budgets: bool = True
 
@@ -60,7 +61,7 @@ class Checkmate:
         size = len(droppable(index, problem.executor))
         if size > _LIMIT:
             raise UsageError(f"the strategy 'checkmate' is for steps with up to {_LIMIT} storages to drop, not {size}; use 'optimal'")
-        return _Search(problem, problem.budget_bytes, self.nodes, self.lowers).choose()
+        return _Search(problem, problem.budget_bytes, self).choose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +77,18 @@ class _Found:
 class _Search:
     """One search: the program, and what the simulator says of its answers."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, nodes: int, lowers: bool) -> None:
-        self.problem, self.budget_bytes, self.lowers = problem, budget_bytes, lowers
-        self.program = _Program(replays(problem.graph), problem.executor, nodes)
+    def __init__(self, problem: Problem, budget_bytes: int, limits: Checkmate) -> None:
+        self.problem, self.budget_bytes, self.limits = problem, budget_bytes, limits
+        self.program = _Program(replays(problem.graph), problem.executor, limits.nodes)
         self.fastest: _Found | None = None
         self.least: _Found | None = None
 
     def choose(self) -> Choice:
         """What fits, until the program has nothing faster; else the least peak."""
         bound, proven = 0.0, False
-        for turn in range(_ROUNDS):
+        for turn in range(self.limits.rounds):
             if self.problem.progress is not None:
-                self.problem.progress(turn, _ROUNDS, "solving")
+                self.problem.progress(turn, self.limits.rounds, "solving")
             answer = self.program.solve(self.budget_bytes, self.problem.remaining_seconds)
             proven = answer.infeasible
             bound = inf if proven else max(bound, answer.bound)
@@ -95,7 +96,7 @@ class _Search:
             found = self.fastest is not None and self.fastest.step_seconds <= bound * (1 + _ROUNDING)
             if answer.values is None or found or not self.problem.remaining_seconds:
                 break
-        if self.fastest is None and self.lowers:
+        if self.fastest is None and self.limits.lowers:
             self._lower()
         if self.fastest is not None:
             return Choice(self.fastest.recompute, min(bound, self.fastest.step_seconds), "", self.fastest.held_from)
@@ -104,7 +105,7 @@ class _Search:
 
     def _lower(self) -> None:
         clock = replace(self.problem, started=time.perf_counter())
-        for _ in range(_ROUNDS):
+        for _ in range(self.limits.rounds):
             answer = self.program.solve(None, clock.remaining_seconds)
             self._take(answer)
             proven = self.least is not None and self.least.peak_bytes < answer.bound * (1 + _ROUNDING) + 1
