@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recoup.errors import CaptureError
-from recoup.torch.state import Snapshot, find_state, own_attributes, reachable, same_bits
+from recoup.torch.state import Snapshot, as_bytes, find_state, own_attributes, reachable, same_bits
 
 torch.set_num_threads(1)
 
@@ -251,3 +251,11 @@ def test_same_bits() -> None:
     assert same_bits(sparse, sparse.clone())
     assert not same_bits(sparse, 2 * sparse)
     assert same_bits(torch.tensor(1j).conj(), torch.tensor(complex(0.0, -1.0)))
+
+
+def test_one_element_of_any_stride_has_bytes():
+    single = torch.arange(12.0).as_strided((1, 1), (7, 5), 3)
+    assert single.is_contiguous()
+    assert as_bytes(single).tolist() == as_bytes(torch.tensor([3.0])).tolist()
+    assert same_bits(single, torch.tensor([[3.0]]))
+    assert as_bytes(torch.empty(0, 3)).numel() == 0

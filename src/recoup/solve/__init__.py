@@ -6,13 +6,14 @@ from recoup.solve.frontier import FrontierPoint, frontier
 from recoup.solve.least import least_peak
 from recoup.solve.named import Named
 from recoup.solve.optimal import Optimal
-from recoup.solve.strategy import Choice, Problem, Strategy
+from recoup.solve.strategy import Choice, Price, Problem, Strategy
 
 __all__ = [
     "Choice",
     "FrontierPoint",
     "Named",
     "Optimal",
+    "Price",
     "Problem",
     "Strategy",
     "explain",

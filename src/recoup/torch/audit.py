@@ -27,7 +27,7 @@ from recoup.torch.live import LiveSession, storage_key, unpack
 from recoup.torch.naming import Namer, tensor_names
 from recoup.torch.private import below_backward
 from recoup.torch.rebuild import replaying, run
-from recoup.torch.state import same_bits
+from recoup.torch.state import as_bytes, same_bits
 from recoup.torch.traits import Traits, updated_statistics, written_tensors
 from recoup.torch.views import anchor, lay, layout_of, tensors_in
 
@@ -40,7 +40,7 @@ _ROUNDS = 4
 def checksum(tensor: Tensor) -> int:
     """CRC-32 over a tensor's elements, in order; seen by no dispatch mode."""
     with replaying():
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+        content = as_bytes(tensor).cpu()
         # Not through numpy(): it would forbid the storage to be resized ever after, and sharding resizes storages.
         return zlib.crc32((ctypes.c_char * content.numel()).from_address(content.data_ptr())) if content.numel() else 0
 

@@ -26,7 +26,7 @@ import torch
 
 from recoup.errors import CaptureError
 
-__all__ = ["PLAIN", "Snapshot", "find_state", "generator_states", "own_attributes", "reachable", "same_bits"]
+__all__ = ["PLAIN", "Snapshot", "as_bytes", "find_state", "generator_states", "own_attributes", "reachable", "same_bits"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _COUNTED = (int, float, complex, torch.Tensor)
@@ -127,12 +127,14 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return same_bits(left.indices(), right.indices()) and same_bits(left.values(), right.values())
     if left.layout != torch.strided or left.is_quantized:
         return torch.equal(left.detach(), right.detach())
-    return torch.equal(_bits(left), _bits(right))
+    return torch.equal(as_bytes(left), as_bytes(right))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8)
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in order, as bytes."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape: one element counts as contiguous whatever its stride, and keeps it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 class _Part(ABC):
