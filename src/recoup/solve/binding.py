@@ -30,7 +30,7 @@ def _line(graph: StepGraph, lived: Run, at: int, share: float) -> str:
 
 
 def _modules(graph: StepGraph, lived: Run, at: int) -> str:
-    """The layers whose activations and copies stand at an operation, those with most bytes first."""
+    """The layers whose activations and copies stand at an operation, those with most bytes first, crumbs left out."""
     recorded, copies = lived.live(lived.moment(at))
     totals: dict[str, int] = {}
     for v in (*recorded, *copies):
@@ -41,7 +41,7 @@ def _modules(graph: StepGraph, lived: Run, at: int) -> str:
     groups = [
         (pattern, sum(totals[site.removesuffix("/")] for site in sites)) for pattern, sites in collapse(f"{layer}/" for layer in totals)
     ]
-    groups.sort(key=lambda group: -group[1])
+    groups = sorted((group for group in groups if group[1] * 100 >= sum(totals.values())), key=lambda group: -group[1])
     return ", ".join(f"{pattern.removesuffix('/') or '(root)'} {format_bytes(count)}" for pattern, count in groups[:2])
 
 

@@ -32,7 +32,7 @@ _LEARN_ROUNDS = 10
 _TOLERANCES = ((60, 0.0), (500, 2e-4), (1000, 1e-3))
 _TOLERANCE = 2e-3
 _ROUNDING = 1e-9
-_IMPROVEMENTS = 3
+_IMPROVEMENTS, _MANY = 3, 12_000
 # Beyond so many decisions the integer program is left out: its relaxation is nearly integral, and all that scales.
 _EXACT = 6000
 _WHOLE, _WHOLE_NODES, _WHOLE_ROUNDS = 48, 100, 3
@@ -100,8 +100,10 @@ class _Search:
             if least.peak_bytes > self.budget:
                 note = "proven: no plan fits" if self.impossible else "no plan that fits was found"
                 return Choice(least.recompute, None, note, least.run.held_from)
-            self._offer(self._improved(least))
+            self._offer(least)
         assert self.best is not None
+        if not self._close():
+            self._offer(self._improved(self.best))
         if self.problem.warm is not None:
             self.problem.warm.plans[self.executor] = self.best
         bound = min(self.bound, self.best.step_seconds)
@@ -230,8 +232,8 @@ class _Search:
     def _improved(self, found: Judged) -> Judged:
         """More kept, and more held, until neither helps."""
         tries = tries_for(found)
-        # A plan that replays more than the step has operations takes long to simulate, and little is left to improve.
-        for _ in range(_IMPROVEMENTS if len(found.run.replayed.ops) <= self.index.count else 1):
+        # A plan with very many replays takes long to simulate.
+        for _ in range(_IMPROVEMENTS if self.index.count + len(found.run.replayed.ops) <= _MANY else 1):
             if self._late():
                 break
             more = hold_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds, tries)
