@@ -7,7 +7,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from recoup.graph import StepGraph
-from recoup.plan import LIVE, Capabilities
+from recoup.plan import LIVE, STATIC, Capabilities
 from recoup.simulate.index import replays
 from recoup.solve.checkmate import Checkmate
 from recoup.solve.descent import Judged, judge, judge_choice, lower_peak, tries_for
@@ -38,20 +38,19 @@ def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Ch
 
 
 def least_judged(problem: Problem) -> Judged:
-    """The plan with the least simulated peak that programs, named strategies and descent find; once found, kept on the graph."""
-    known, reach = _known(problem), _reach(problem)
+    """The plan with the least simulated peak that programs, named strategies and descent find; once found, kept on the graph.
+
+    The peak does not depend on what an executor's overheads are, only on what it can run: whoever asks first, the answer is the same.
+    """
+    known: dict[tuple[bool, ...], Judged] = problem.graph.__dict__.setdefault(_CACHE_KEY, {})
+    executor, reach = problem.executor, _reach(problem.executor)
     if reach not in known:
-        known[reach] = _least(problem)
-    return known[reach]
+        standing = next((gear for gear in (LIVE, STATIC) if _reach(gear) == reach), executor)
+        known[reach] = _least(Problem(problem.graph, None, standing))
+    return judge(replays(problem.graph), known[reach].recompute, executor, known[reach].since)
 
 
-def _known(problem: Problem) -> dict[tuple[bool, ...], Judged]:
-    return problem.graph.__dict__.setdefault(_CACHE_KEY, {})
-
-
-def _reach(problem: Problem) -> tuple[bool, ...]:
-    """The peak does not depend on what an executor's overheads are, only on what it can run."""
-    executor = problem.executor
+def _reach(executor: Capabilities) -> tuple[bool, ...]:
     return executor.keeps_unsaved, executor.replays_random, executor.rebuilds_again
 
 
