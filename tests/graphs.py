@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from recoup.graph import Op, Ref, Save, StepGraph, Storage, View
 
-__all__ = ["Builder", "chain", "inplace_chain", "multi_output", "shared_input", "step_graphs", "transformer", "unsaved_leaf"]
+__all__ = ["Builder", "chain", "deep_chain", "inplace_chain", "multi_output", "shared_input", "step_graphs", "transformer", "unsaved_leaf"]
 
 
 def view(count: int) -> View:
@@ -182,6 +182,15 @@ def chain(sizes: tuple[int, ...] = (100, 200, 300), weight: int = 10) -> StepGra
     for place, size in enumerate(sizes):
         (x,) = build.op("relu", (x, w), (size,), saves=(-1,), module=f"layers.{place}")
     return build.backward()
+
+
+def deep_chain(length: int) -> StepGraph:
+    """x -> a1 -> a2 ...: equal operations, each saving its result, no gradients: only activations move."""
+    build = Builder("deep")
+    x = build.standing(1, "input")
+    for place in range(length):
+        (x,) = build.op("relu", (x,), (100,), saves=(-1,), module=f"layers.{place}")
+    return build.backward(gradients=False)
 
 
 def shared_input() -> StepGraph:

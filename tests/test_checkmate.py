@@ -62,15 +62,6 @@ def budget_of(front: list[tuple[int, float]], graph: StepGraph, share: float, ti
     return max((point for point, _ in front if point <= budget), default=least) if tight else budget
 
 
-def deep_chain(length: int) -> StepGraph:
-    """x -> a1 -> a2 ...: equal operations, each saving its result, no gradients: only activations move."""
-    build = graphs.Builder("deep")
-    x = build.standing(1, "input")
-    for place in range(length):
-        (x,) = build.op("relu", (x,), (100,), saves=(-1,), module=f"layers.{place}")
-    return build.backward(gradients=False)
-
-
 def written_together() -> StepGraph:
     """Two results that one operation writes in place, each saved, each read again."""
     build = graphs.Builder("together")
@@ -160,7 +151,7 @@ def test_no_row_can_be_left_out(seed):
 
 @pytest.mark.parametrize(("budget", "replayed"), [(500, 2), (401, 2), (301, 3), (201, 6)])
 def test_a_chain_is_rebuilt_again_as_often_as_it_must(budget, replayed):
-    graph = deep_chain(6)
+    graph = graphs.deep_chain(6)
     front = oracle.pareto(graph, LIVE, 10_000)
     check_against(front, graph, budget, LIVE)
     choice, found = chosen(graph, budget)
@@ -169,15 +160,15 @@ def test_a_chain_is_rebuilt_again_as_often_as_it_must(budget, replayed):
 
 
 def test_a_longer_chain_takes_many_rebuilds_of_one_storage():
-    choice, found = chosen(deep_chain(12), 201)
+    choice, found = chosen(graphs.deep_chain(12), 201)
     assert found.peak_bytes == 201
     assert found.replayed_ops == 30
-    assert Counter(run(deep_chain(12), choice.recompute, choice.held_from).replayed.ops).most_common(1)[0][1] > 3
+    assert Counter(run(graphs.deep_chain(12), choice.recompute, choice.held_from).replayed.ops).most_common(1)[0][1] > 3
     assert choice.bound_seconds == pytest.approx(found.step_seconds, rel=SLACK)
 
 
 def test_the_same_step_gives_the_same_plan():
-    graph = deep_chain(9)
+    graph = graphs.deep_chain(9)
     assert chosen(graph, 250)[0] == chosen(graph, 250)[0]
 
 

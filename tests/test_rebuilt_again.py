@@ -53,17 +53,8 @@ def waiting(graph: StepGraph, gear: str, seed: int, share: float) -> tuple[froze
 # ---- the simulator
 
 
-def deep_chain(length: int) -> StepGraph:
-    """x -> a1 -> a2 ...: equal operations, each saving its result, no gradients: only activations move."""
-    build = graphs.Builder("deep")
-    x = build.standing(1, "input")
-    for place in range(length):
-        (x,) = build.op("relu", (x,), (100,), saves=(-1,), module=f"layers.{place}")
-    return build.backward(gradients=False)
-
-
 def test_a_chain_held_to_the_end_makes_all_at_once_and_one_that_waits_makes_two():
-    graph = deep_chain(6)
+    graph = graphs.deep_chain(6)
     every = frozenset(range(1, 7))
     together = simulate(graph, every)
     apart = simulate(graph, every, held_from={v: v for v in every})
@@ -73,7 +64,7 @@ def test_a_chain_held_to_the_end_makes_all_at_once_and_one_that_waits_makes_two(
 
 
 def test_a_milestone_in_the_middle_holds_the_lower_half():
-    graph = deep_chain(6)
+    graph = graphs.deep_chain(6)
     every = frozenset(range(1, 7))
     # The upper half is rebuilt one by one on the way through the lower; from storage 3 on, the lower half is held.
     held_from = {6: 6, 5: 5, 4: 4, 3: 3, 2: 3, 1: 3}
@@ -83,7 +74,7 @@ def test_a_milestone_in_the_middle_holds_the_lower_half():
 
 
 def test_a_kept_boundary_ends_the_way_back():
-    graph = deep_chain(6)
+    graph = graphs.deep_chain(6)
     upper = frozenset({4, 5, 6})
     found = simulate(graph, upper, held_from={v: v for v in upper})
     assert found.replayed_ops == 3 + 2 + 1

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recoup.errors import UsageError
-from recoup.simulate.index import Replays, replays
+from recoup.simulate.index import replays
 from recoup.solve.binomial import checkpoints
 from recoup.solve.chain import Schedule
-from recoup.solve.descent import Judged
-from recoup.solve.hierarchy import Links, links_of
-from recoup.solve.holds import can_wait
+from recoup.solve.hierarchy import Links, chain_budget, links_of
 from recoup.solve.menu import Dish
 from recoup.solve.strategy import Choice, Problem
-from recoup.solve.windows import windows
 
 __all__ = ["Revolve", "Rotor"]
 
@@ -38,12 +34,12 @@ class Rotor:
         Raises:
             UsageError: there is no budget, or the step is no single chain of one forward and one backward.
         """
-        budget = _budget_of(problem, self.name)
+        budget = chain_budget(problem, self.name)
         cache = problem.graph.__dict__.setdefault(_CACHE_KEY, {})
         if problem.executor not in cache:
-            cache[problem.executor] = _all_or_nothing(replays(problem.graph), problem)
+            cache[problem.executor] = _all_or_nothing(links_of(replays(problem.graph), problem.executor))
         links: Links = cache[problem.executor]
-        return _answer(links.within(budget) or links.least())
+        return (links.within(budget) or links.least()).choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class Revolve:
         Raises:
             UsageError: there is no budget, or the step is no single chain of one forward and one backward.
         """
-        budget = _budget_of(problem, self.name)
+        budget = chain_budget(problem, self.name)
         links = links_of(replays(problem.graph), problem.executor)
         nothing = [min(range(len(dishes)), key=lambda way: _emptiness(dishes[way])) for dishes in links.dishes]
         fits, least = None, links.judged(_binomial(nothing, 1))
@@ -72,26 +68,12 @@ class Revolve:
                 fits, low = found, slots + 1
             else:
                 high = slots - 1
-        return _answer(fits or least)
+        return (fits or least).choice
 
 
-def _budget_of(problem: Problem, name: str) -> int:
-    if problem.budget_bytes is None:
-        raise UsageError(f"the strategy {name!r} needs a budget, such as 6GiB or 60%")
-    if not can_wait(replays(problem.graph)):
-        calls, passes = problem.graph.root_calls, len(problem.graph.backwards)
-        raise UsageError(f"the strategy {name!r} is for one chain; this step has {calls} calls of the model and {passes} backward passes")
-    return problem.budget_bytes
-
-
-def _answer(found: Judged) -> Choice:
-    return Choice(found.recompute, None, "", found.run.held_from)
-
-
-def _all_or_nothing(index: Replays, problem: Problem) -> Links:
-    full = links_of(index, problem.executor)
+def _all_or_nothing(full: Links) -> Links:
     dishes = [[*dict.fromkeys((min(menu, key=_fullness), min(menu, key=_emptiness)))] for menu in full.dishes]
-    return Links(index, problem.executor, windows(index, problem.executor), dishes)
+    return Links(full.index, full.executor, full.frame, dishes)
 
 
 def _fullness(dish: Dish) -> tuple[int, float]:

@@ -56,8 +56,9 @@ def chain_of(index: Replays, executor: Capabilities) -> Chain:
     dropping = droppable(index, executor)
     last = _last_reads(index)
     through = _through(index, last)
-    checkpoints = {v for v in dropping if executor.keeps_unsaved or index.saves_of[v]}
-    cuts = _cuts(index, last, through, checkpoints & dropping, dropping)
+    # What can neither be kept by autograd nor for a replay is no checkpoint: nothing may be cut where it crosses.
+    fleeting = {v for v in dropping if not (executor.keeps_unsaved or index.saves_of[v])}
+    cuts = _cuts(index, last, through, fleeting)
     cuts = _thinned(cuts, _MOST)
     made = [bisect_right(cuts, index.ops_of[v][0]) - 1 if index.ops_of[v] else -1 for v in range(len(index.bytes))]
     entering: list[set[int]] = [set() for _ in cuts[:-1]]
@@ -92,7 +93,7 @@ def _through(index: Replays, last: list[int]) -> frozenset[int]:
     )
 
 
-def _cuts(index: Replays, last: list[int], through: frozenset[int], checkpoints: set[int], dropping: frozenset[int]) -> list[int]:
+def _cuts(index: Replays, last: list[int], through: frozenset[int], fleeting: set[int]) -> list[int]:
     """Where to cut: the first operation of each segment, and one past the last operation of the forward."""
     forward = [op.id for op in index.graph.ops if op.phase == "forward"]
     size = np.zeros(index.count + 1, dtype=np.int64)
@@ -105,7 +106,7 @@ def _cuts(index: Replays, last: list[int], through: frozenset[int], checkpoints:
             size[last[v] + 1] -= index.bytes[v]
             count[ops[0] + 1] += 1
             count[last[v] + 1] -= 1
-            if v in dropping and v not in checkpoints:
+            if v in fleeting:
                 barred[ops[0] + 1] += 1
                 barred[last[v] + 1] -= 1
     crossing, several, barring = np.cumsum(size), np.cumsum(count), np.cumsum(barred)

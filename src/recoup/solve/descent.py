@@ -40,6 +40,11 @@ class Judged:
     since: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def choice(self) -> Choice:
+        """This, as a strategy answers."""
+        return Choice(self.recompute, held_from=self.run.held_from)
+
+    @property
     def key(self) -> tuple[frozenset[int], tuple[tuple[int, int], ...]]:
         """What tells two choices apart."""
         return self.recompute, tuple(sorted(self.run.held_from.items()))

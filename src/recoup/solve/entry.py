@@ -17,7 +17,7 @@ from recoup.solve.moments import moment_in_words, standing_in_words
 from recoup.solve.named import NAMED
 from recoup.solve.optimal import Optimal, bound_seconds
 from recoup.solve.planning import plan_of
-from recoup.solve.strategy import Choice, Problem, Progress, Strategy, takes_budgets
+from recoup.solve.strategy import Choice, Problem, Progress, Strategy
 from recoup.solve.warm import Warm
 from recoup.units import Budget, format_bytes, parse_budget
 
@@ -71,8 +71,6 @@ def solve(
     chosen, executors = strategy_of(strategy), executors_of(gear)
     unplanned = simulate(graph)
     budget_bytes = None if budget is None else parse_budget(budget).resolve(unplanned.peak_bytes, free_bytes)
-    if budget_bytes is None and takes_budgets(chosen) and chosen.name in strategies_by_name():
-        raise UsageError(f"the strategy {chosen.name!r} needs a budget, such as 6GiB or 60%")
     best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress))
     if not best.feasible:
         assert budget_bytes is not None

@@ -20,10 +20,10 @@ from recoup.solve.cuts import Chain, chain_of
 from recoup.solve.descent import Judged, judge
 from recoup.solve.holds import can_wait
 from recoup.solve.menu import Dish, menus
-from recoup.solve.strategy import Choice, Problem
+from recoup.solve.strategy import Choice, Problem, needed_budget
 from recoup.solve.windows import Windows, windows
 
-__all__ = ["Hierarchy", "Links", "links_of"]
+__all__ = ["Hierarchy", "Links", "chain_budget", "links_of"]
 
 _LEVELS = 400
 _TRIES = 7
@@ -42,18 +42,24 @@ class Hierarchy:
         """The schedule that the simulator finds within the budget; the least peak if there is none.
 
         Raises:
-            UsageError: there is no budget.
+            UsageError: there is no budget, or the step is no single chain of one forward and one backward.
         """
-        if problem.budget_bytes is None:
-            raise UsageError(f"the strategy {self.name!r} needs a budget, such as 6GiB or 60%")
-        if not can_wait(replays(problem.graph)):
-            calls, passes = problem.graph.root_calls, len(problem.graph.backwards)
-            raise UsageError(
-                f"the strategy {self.name!r} is for one chain; this step has {calls} calls of the model and {passes} backward passes"
-            )
+        budget = chain_budget(problem, self.name)
         links = links_of(replays(problem.graph), problem.executor)
-        found = links.within(problem.budget_bytes) or links.least()
-        return Choice(found.recompute, None, "", found.run.held_from)
+        return (links.within(budget) or links.least()).choice
+
+
+def chain_budget(problem: Problem, name: str) -> int:
+    """The budget of a problem, for a strategy that needs one and a step that is one chain.
+
+    Raises:
+        UsageError: there is no budget, or the step is no single chain of one forward and one backward.
+    """
+    budget = needed_budget(problem, name)
+    if not can_wait(replays(problem.graph)):
+        calls, passes = problem.graph.root_calls, len(problem.graph.backwards)
+        raise UsageError(f"the strategy {name!r} is for one chain; this step has {calls} calls of the model and {passes} backward passes")
+    return budget
 
 
 class Links:

@@ -34,7 +34,7 @@ _TOLERANCE = 2e-3
 def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Choice]:
     """The least simulated peak found, in bytes, and the choice that has it."""
     found = least_judged(Problem(graph, None, executor))
-    return found.peak_bytes, Choice(found.recompute, held_from=found.run.held_from)
+    return found.peak_bytes, found.choice
 
 
 def least_judged(problem: Problem) -> Judged:

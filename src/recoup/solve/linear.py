@@ -6,10 +6,14 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Entry", "model_of", "run_integer", "run_relaxed"]
+__all__ = ["COST_SCALE", "MEMORY_SCALE", "Entry", "model_of", "run_integer", "run_relaxed"]
 
 Entry = tuple[list[int], list[float], float]
 """Columns, coefficients and least sum of one row."""
+
+# What the step's time comes to in an objective, and the budget in a memory row: the solver's tolerances are absolute.
+COST_SCALE = 1e4
+MEMORY_SCALE = 1e3
 
 
 def model_of(cost: list[float], upper: list[float], integer: list[bool], entries: list[Entry]) -> highspy.HighsLp:

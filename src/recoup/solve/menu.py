@@ -17,9 +17,9 @@ from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
 from recoup.simulate.judge import Run
 from recoup.solve.chain import Way
-from recoup.solve.choice import runnable
 from recoup.solve.cuts import Chain
-from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
+from recoup.solve.descent import judge
+from recoup.solve.holds import can_wait, first_asks, last_ask
 from recoup.solve.program import Program
 from recoup.solve.windows import Windows
 
@@ -119,14 +119,14 @@ class _Kitchen:
     def cook(self, recompute: frozenset[int], since: Mapping[int, int]) -> Run:
         """Simulate one choice and note a way of each segment."""
         index, chain = self.index, self.chain
-        chosen = runnable(index, recompute, self.executor)
-        run = Run(index, chosen, held_from(index, chosen, {v: moment for v, moment in since.items() if v in chosen}))
+        found = judge(index, recompute, self.executor, since)
+        run = found.run
         seconds: dict[int, float] = {}
         for op, gap in zip(run.replayed.ops, run.replayed.gaps, strict=True):
             segment = self._stage(gap)
             seconds[segment] = seconds.get(segment, 0.0) + index.graph.ops[op].seconds + self.executor.replay_seconds
         for segment in self.heads:
-            dropped = chosen & chain.inner[segment]
+            dropped = found.recompute & chain.inner[segment]
             captured = {index.frame_of[op] for v in dropped for op in index.ops_of[v]}
             extra = self.executor.capture_seconds * sum(index.frame_ops.get(frame, 0) for frame in captured)
             own = {v: moment for v, moment in since.items() if v in dropped}

@@ -20,7 +20,7 @@ from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_mo
 from recoup.solve.least import least_judged
 from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
-from recoup.solve.strategy import Choice, Price, Problem
+from recoup.solve.strategy import Choice, Price, Problem, needed_budget
 from recoup.solve.survey import survey_of
 
 __all__ = ["Optimal", "bound_seconds"]
@@ -67,8 +67,7 @@ class _Search:
     """One search: the rows, the bound, the best plan so far."""
 
     def __init__(self, problem: Problem) -> None:
-        assert problem.budget_bytes is not None, "optimal needs a budget"
-        self.problem, self.budget, self.executor = problem, problem.budget_bytes, problem.executor
+        self.problem, self.budget, self.executor = problem, needed_budget(problem, "optimal"), problem.executor
         self.survey = survey_of(problem.graph, problem.executor)
         self.index, self.frame = self.survey.index, self.survey.frame
         warm = problem.warm

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
-from recoup.solve.linear import Entry, model_of, run_integer, run_relaxed
+from recoup.solve.linear import COST_SCALE, MEMORY_SCALE, Entry, model_of, run_integer, run_relaxed
 from recoup.solve.windows import Windows
 
 __all__ = ["Program", "Row", "Solution"]
 
-_COST_SCALE = 1e4
-_MEMORY_SCALE = 1e3
 _PEAK_WEIGHT = 1e4
 _PARTLY = 1e-6
 
@@ -76,7 +74,7 @@ class Program:
         self.hold: dict[int, int] = {}
         self.replay: dict[int, int] = {}
         self.entries: list[Entry] = []
-        self.scale = _COST_SCALE / max(index.base_seconds, 1e-12)
+        self.scale = COST_SCALE / max(index.base_seconds, 1e-12)
         for v in sorted(frame.dropping):
             self.recompute[v] = self._column(0.0, True)
         for u in sorted(frame.optional):
@@ -170,7 +168,7 @@ class Program:
             count = len(self.entries)
             entries[count:] = [([*columns, *peak], [*values, 1.0], limit) for columns, values, limit in entries[count:]]
         model = model_of(cost, upper, [*self.integer, *([False] * len(peak))], entries)
-        stop = tolerance * (_COST_SCALE if budget is not None else _MEMORY_SCALE * _PEAK_WEIGHT)
+        stop = tolerance * (COST_SCALE if budget is not None else MEMORY_SCALE * _PEAK_WEIGHT)
         status, values, dual = run_integer(model, seconds, stop, nodes)
         bound = dual / self.scale if budget is not None else (dual - 1.0) / _PEAK_WEIGHT / unit
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -195,7 +193,7 @@ class Program:
     def _limited(self, rows: list[Row], budget: int) -> tuple[list[Entry], float]:
         """The structural rows and those of a budget, and what a byte counts in them."""
         memory = [self._memory(row) for row in rows]
-        unit = _MEMORY_SCALE / max(max((fixed for _, fixed in memory), default=1), budget, 1)
+        unit = MEMORY_SCALE / max(max((fixed for _, fixed in memory), default=1), budget, 1)
         limits = [([*found], [-value * unit for value in found.values()], (fixed - budget) * unit) for found, fixed in memory]
         return [*self.entries, *limits], unit
 
@@ -207,7 +205,7 @@ class Program:
                 cost[column] -= price * self.scale * self.index.bytes[v]
         for v, column in self.hold.items():
             cost[column] += price * self.scale * self.index.bytes[v]
-        _, values, _ = run_integer(model_of(cost, self.upper, self.integer, self.entries), seconds, _COST_SCALE * 1e-5, 2000)
+        _, values, _ = run_integer(model_of(cost, self.upper, self.integer, self.entries), seconds, COST_SCALE * 1e-5, 2000)
         return None if values is None else self._dropped(values)
 
     def _dropped(self, values: NDArray[np.float64], least: float = 0.5) -> frozenset[int]:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from recoup.errors import UsageError
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
 
 if TYPE_CHECKING:
     from recoup.solve.warm import Warm
 
-__all__ = ["Choice", "Price", "Problem", "Progress", "Strategy", "takes_budgets"]
+__all__ = ["Choice", "Price", "Problem", "Progress", "Strategy", "needed_budget", "takes_budgets"]
 
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all and a text."""
@@ -109,3 +110,14 @@ class Strategy(Protocol):
 def takes_budgets(strategy: Strategy) -> bool:
     """Whether a strategy's plan depends on the budget; without one it cannot be asked."""
     return bool(getattr(strategy, "takes_budgets", True))
+
+
+def needed_budget(problem: Problem, name: str) -> int:
+    """The budget of a problem, for a strategy that cannot do without.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if problem.budget_bytes is None:
+        raise UsageError(f"the strategy {name!r} needs a budget, such as 6GiB or 60%")
+    return problem.budget_bytes

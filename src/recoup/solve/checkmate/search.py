@@ -18,15 +18,12 @@ from recoup.solve.checkmate.columns import CONSTANT, Columns, Terms, weighed
 from recoup.solve.checkmate.memory import moments
 from recoup.solve.checkmate.stages import Stages
 from recoup.solve.choice import droppable
-from recoup.solve.linear import model_of, run_integer
-from recoup.solve.strategy import Choice, Problem
+from recoup.solve.linear import COST_SCALE, MEMORY_SCALE, model_of, run_integer
+from recoup.solve.strategy import Choice, Problem, needed_budget
 
 __all__ = ["Checkmate"]
 
 _LIMIT = 60
-# The step's time in the objective and the budget in the memory rows: the solver's tolerances are absolute.
-_COST_SCALE = 1e4
-_MEMORY_SCALE = 1e3
 _ROUNDING = 1e-9
 
 
@@ -53,15 +50,14 @@ class Checkmate:
         Raises:
             UsageError: there is no budget, or the step is too large.
         """
-        if problem.budget_bytes is None:
-            raise UsageError("the strategy 'checkmate' needs a budget, such as 6GiB or 60%")
+        budget_bytes = needed_budget(problem, self.name)
         index = replays(problem.graph)
-        if int(run(problem.graph, frozenset()).bytes_at.max(initial=0)) <= problem.budget_bytes:
+        if int(run(problem.graph, frozenset()).bytes_at.max(initial=0)) <= budget_bytes:
             return Choice(frozenset(), index.base_seconds, "the unplanned step fits")
         size = len(droppable(index, problem.executor))
         if size > _LIMIT:
             raise UsageError(f"the strategy 'checkmate' is for steps with up to {_LIMIT} storages to drop, not {size}; use 'optimal'")
-        return _Search(problem, problem.budget_bytes, self).choose()
+        return _Search(problem, budget_bytes, self).choose()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ class _Program:
         self.stages = Stages(index, executor)
         self.moments = moments(self.stages)
         self.fixed_seconds = index.base_seconds + executor.pack_seconds * len(index.graph.saves)
-        self.scale = _COST_SCALE / max(index.base_seconds, 1e-12)
+        self.scale = COST_SCALE / max(index.base_seconds, 1e-12)
         for (_, op), ran in self.stages.ran.items():
             self.stages.charge(ran, (index.graph.ops[op].seconds + executor.replay_seconds) * self.scale)
         frames: dict[tuple[str, int], set[int]] = {}
@@ -156,7 +152,7 @@ class _Program:
     def solve(self, budget_bytes: int | None, seconds: float) -> _Answer:
         """The least seconds within the budget, or without one the least peak in bytes."""
         size = budget_bytes or max((moment.get(CONSTANT, 0.0) for moment in self.moments), default=0.0)
-        unit, count = _MEMORY_SCALE / max(size, 1.0), len(self.stages.cost)
+        unit, count = MEMORY_SCALE / max(size, 1.0), len(self.stages.cost)
         # Half a byte of room is for rounding.
         room: Terms = {count: 1.0} if budget_bytes is None else {CONSTANT: (budget_bytes + 0.5) * unit}
         cost = [*self.stages.cost, 0.0] if budget_bytes is not None else [*([0.0] * count), 1.0]
