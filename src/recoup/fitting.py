@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import torch
 
 import recoup.torch
 from recoup.errors import UsageError, VerifyFailure
 from recoup.graph import StepGraph
+from recoup.graph.peak import with_scratch
 from recoup.plan import Plan
 from recoup.simulate import simulate
 from recoup.solve import solve
 from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
-from recoup.torch import Applied, Report
+from recoup.torch import Applied, AppliedCompiled, Report
 from recoup.torch.free import free_bytes
 from recoup.units import Budget, format_bytes, parse_budget
 from recoup.verify import Verification, verify
@@ -43,7 +43,7 @@ class Fitted:
     plan: Plan
     graph: StepGraph
     verification: Verification
-    applied: Applied
+    applied: Applied | AppliedCompiled
 
     def report(self) -> Report:
         """What the applied plan has done so far."""
@@ -114,11 +114,4 @@ def fit(
     raise VerifyFailure(
         f"after {_ROUNDS} corrections of the graph the measured peak still lies above the budget of {format_bytes(budget_bytes)}: "
         "the step's memory differs from run to run; give a larger budget"
-    )
-
-
-def with_scratch(graph: StepGraph, count: int) -> StepGraph:
-    """The graph with that many bytes more at every moment."""
-    return msgspec.structs.replace(
-        graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=op.scratch_bytes + count) for op in graph.ops)
     )

@@ -2,7 +2,7 @@
 
 A plan may change when memory is held and how long a step takes, and nothing else. So the comparison asks for equal
 bits, not for closeness; only where the unplanned step itself differs from run to run is that difference allowed for,
-and said.
+and said. The unplanned step of a compiled model is the one compiled with everything kept.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import recoup.torch
 from recoup.errors import UsageError, VerifyFailure
 from recoup.plan.plan import Plan
 from recoup.torch.apply import refuse_planned
+from recoup.torch.compiled.interfaces import is_compiled
+from recoup.torch.compiled.record import keeping_all
 from recoup.torch.meter import device_of, measure_peak, meter_for
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.state import Snapshot, find_state, generator_states, own_attributes, same_bits
@@ -157,7 +159,8 @@ class _Bench:
         """The model with or without the plan, from the first state; the static gear past the live calls it learns from."""
         self.snapshot.restore()
         if not planned:
-            return nullcontext()
+            # The stock partitioner recomputes too; the step to compare with is the one that keeps all.
+            return keeping_all(self.model) if is_compiled(self.model) else nullcontext()
         applied = recoup.torch.apply(self.model, self.plan, gear=self.gear)
         try:
             if (self.gear or self.plan.gear) == "static" and not self.plan.drops_nothing:

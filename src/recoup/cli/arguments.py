@@ -11,7 +11,7 @@ from recoup.units import Budget, parse_budget
 
 __all__ = ["add_output", "add_sizes", "add_solver", "check_solver", "derived_name", "free_to_write", "is_graph_file", "wrote"]
 
-GEARS = ("auto", "live", "static")
+GEARS = ("auto", "live", "static", "compiled")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from recoup.graph.step import StepGraph
 
-__all__ = ["alive_bytes", "peak_bytes", "peak_op"]
+__all__ = ["alive_bytes", "corrected", "peak_bytes", "peak_op", "with_scratch"]
 
 
 def alive_bytes(graph: StepGraph) -> NDArray[np.int64]:
@@ -34,3 +35,16 @@ def peak_op(graph: StepGraph) -> int | None:
     """The operation at which the peak stands, the first if there are several; None for a step of no operations."""
     alive = alive_bytes(graph)
     return int(alive.argmax()) if alive.size else None
+
+
+def with_scratch(graph: StepGraph, count: int) -> StepGraph:
+    """The graph with that many bytes more at every moment."""
+    return msgspec.structs.replace(
+        graph, ops=tuple(msgspec.structs.replace(op, scratch_bytes=op.scratch_bytes + count) for op in graph.ops)
+    )
+
+
+def corrected(graph: StepGraph) -> StepGraph:
+    """What the allocator saw above the graph's own peak is counted at every moment, so that no peak is promised too low."""
+    missing = (graph.measured_peak_bytes or 0) - peak_bytes(graph)
+    return with_scratch(graph, missing) if missing > 0 else graph

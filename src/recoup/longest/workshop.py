@@ -12,9 +12,8 @@ import torch
 
 import recoup.torch
 from recoup.errors import InfeasibleBudget, UsageError, VerifyFailure
-from recoup.fitting import with_scratch
 from recoup.graph import StepGraph
-from recoup.graph.peak import peak_bytes
+from recoup.graph.peak import peak_bytes, with_scratch
 from recoup.graph.scale import ScaledStep
 from recoup.plan import Plan
 from recoup.solve import solve

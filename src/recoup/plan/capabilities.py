@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["LIVE", "STATIC", "Capabilities", "capabilities"]
+__all__ = ["COMPILED", "LIVE", "STATIC", "Capabilities", "capabilities", "gears_of"]
 
 
 class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An executor's reach and overheads.
 
     Attributes:
-        name: the gear, ``live`` or ``static``.
+        name: the gear: ``live``, ``static`` or ``compiled``.
         keeps_unsaved: can hold, for a replay, an activation that autograd itself does not save.
         replays_random: can replay operations flagged ``random`` (their generator state is captured).
         rebuilds_again: can let copies of a storage go and rebuild it later again.
@@ -38,6 +38,15 @@ STATIC = Capabilities(
     name="static", keeps_unsaved=False, replays_random=False, capture_seconds=0.0, replay_seconds=25e-6, pack_seconds=7.5e-6
 )
 
+# Replays are operations of the compiled graph like all others: they cost what the graph says, and nothing more.
+COMPILED = Capabilities(name="compiled", keeps_unsaved=True, replays_random=True)
+_ALL = (LIVE, STATIC, COMPILED)
+
+
+def gears_of(frontend: str) -> tuple[Capabilities, ...]:
+    """The executors that can run plans for a front-end's graphs."""
+    return (COMPILED,) if frontend == "torch-compile" else (LIVE, STATIC)
+
 
 def capabilities(gear: str) -> Capabilities:
     """The capabilities of a gear by name.
@@ -45,4 +54,4 @@ def capabilities(gear: str) -> Capabilities:
     Raises:
         KeyError: no gear has that name.
     """
-    return {"live": LIVE, "static": STATIC}[gear]
+    return {executor.name: executor for executor in _ALL}[gear]

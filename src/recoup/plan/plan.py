@@ -63,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         fingerprint: of the graph the plan was made for.
         signature: the model's input shapes that it was made for.
         environment: versions and settings it was made under.
-        gear: ``live`` or ``static``, the executor whose capabilities it was solved for.
+        gear: ``live``, ``static`` or ``compiled``, the executor whose capabilities it was solved for.
         strategy: who decided.
         budget_bytes: the budget; 0 for a strategy that has none.
         peak_bytes: simulated peak of the planned step.
@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fingerprint: str
     signature: str = ""
     environment: dict[str, str] = {}
-    gear: Literal["live", "static"] = "live"
+    gear: Literal["live", "static", "compiled"] = "live"
     strategy: str
     budget_bytes: int = 0
     peak_bytes: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
-from recoup.plan import LIVE, STATIC, Capabilities, Plan
+from recoup.plan import STATIC, Capabilities, Plan, gears_of
 from recoup.simulate import Simulation, simulate
 from recoup.solve.checkmate import Checkmate
 from recoup.solve.classics import Revolve, Rotor
@@ -68,7 +68,7 @@ def solve(
         PlanMismatch: a strategy chose what the executor cannot run.
     """
     started = time.perf_counter()
-    chosen, executors = strategy_of(strategy), executors_of(gear)
+    chosen, executors = strategy_of(strategy), executors_of(gear, graph.frontend)
     unplanned = simulate(graph)
     budget_bytes = None if budget is None else parse_budget(budget).resolve(unplanned.peak_bytes, free_bytes)
     best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress))
@@ -136,13 +136,13 @@ def best_of(found: list[Decided]) -> Decided:
     return min(found, key=lambda item: item.simulation.peak_bytes)
 
 
-def executors_of(gear: str) -> tuple[Capabilities, ...]:
-    """The executors that a gear's name allows.
+def executors_of(gear: str, frontend: str = "torch-eager") -> tuple[Capabilities, ...]:
+    """The executors that a gear's name allows for the graphs of a front-end; ``auto`` allows all that there are.
 
     Raises:
-        UsageError: no gear has that name.
+        UsageError: no gear of that front-end has that name.
     """
-    known = {"live": (LIVE,), "static": (STATIC,), "auto": (LIVE, STATIC)}
+    known = {executor.name: (executor,) for executor in gears_of(frontend)} | {"auto": gears_of(frontend)}
     if gear not in known:
         raise UsageError(f"no gear is called {gear!r}; there are {', '.join(known)}")
     return known[gear]

@@ -83,7 +83,7 @@ def frontier(
     Raises:
         UsageError: a budget, a strategy or the gear is malformed.
     """
-    executors = executors_of(gear)
+    executors = executors_of(gear, graph.frontend)
     chosen = [strategy_of(strategy) for strategy in strategies] if strategies is not None else _default_strategies(graph)
     unplanned = simulate(graph)
     amounts = _amounts(graph, budgets, executors, unplanned, free_bytes)

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
@@ -14,46 +13,20 @@ import torch
 
 from recoup.errors import PlanMismatch, UsageError
 from recoup.plan import Plan
+from recoup.torch.compiled.apply import AppliedCompiled
+from recoup.torch.compiled.interfaces import is_compiled
 from recoup.torch.interception import Interception
 from recoup.torch.live import LiveSession, outer_recomputes
 from recoup.torch.naming import tensor_names
 from recoup.torch.planned import PlannedPolicy, SiteTable
 from recoup.torch.private import below_backward, is_faking
 from recoup.torch.promotion import CallState, Promotion
+from recoup.torch.report import Report
 from recoup.torch.signature import signature_of
 
 __all__ = ["Applied", "Report", "apply", "refuse_planned"]
 
 NewShape = Literal["reuse", "keep", "raise"]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an applied plan has done so far.
-
-    Attributes:
-        gear: the gear asked for.
-        live_calls, static_calls, plain_calls: outermost calls by how they ran.
-        dropped_bytes: bytes of saved tensors handed back for recomputation, all calls together.
-        replayed_ops: operations replayed in backward passes of live calls that are over.
-        copied_bytes: bytes copied because something was written in place that a replay reads.
-        sites_expected, sites_met: the plan's operations in the module calls that were made, and how many of them came.
-        kept: what the plan drops and had to be kept, with the reason.
-        unplanned_shapes: input shapes that came without a plan of their own.
-        static_refusals: why calls did not run in the static gear, by reason, with how often.
-    """
-
-    gear: str
-    live_calls: int = 0
-    static_calls: int = 0
-    plain_calls: int = 0
-    dropped_bytes: int = 0
-    copied_bytes: int = 0
-    sites_expected: int = 0
-    sites_met: int = 0
-    kept: dict[str, str] = field(default_factory=dict)
-    unplanned_shapes: tuple[str, ...] = ()
-    static_refusals: dict[str, int] = field(default_factory=dict)
 
 
 _planned: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -299,13 +272,15 @@ class _LiveCall:
         self.capturing = on
 
 
-def apply(model: torch.nn.Module, plan: Plan, gear: str | None = None, *, new_shape: NewShape = "reuse", audit_every: int = 100) -> Applied:
-    """Make the model run the plan from its next call on.
+def apply(
+    model: torch.nn.Module, plan: Plan, gear: str | None = None, *, new_shape: NewShape = "reuse", audit_every: int = 100
+) -> Applied | AppliedCompiled:
+    """Make the model run the plan from its next call on. A compiled model is compiled anew, split as the plan says.
 
     Args:
         model: the model that the plan was made for; it is not modified.
         plan: from ``solve``, or read from a file.
-        gear: ``live`` or ``static``; the plan's own if None.
+        gear: ``live`` or ``static``; the plan's own if None. A compiled model has one gear.
         new_shape: what to do with inputs of shapes that no plan was made for: ``reuse`` the plan's decisions (gradients
             are right, memory may differ; the report counts it), ``keep`` everything, or ``raise``.
         audit_every: in the static gear, every so many calls one runs in the live gear and the two are compared.
@@ -314,6 +289,19 @@ def apply(model: torch.nn.Module, plan: Plan, gear: str | None = None, *, new_sh
         PlanMismatch: the plan names modules that the model does not have, or is for another front-end.
         UsageError: an option has an unknown value.
     """
+    if is_compiled(model):
+        return _applied_to_compiled(model, plan)
     if plan.frontend != "torch-eager":
         raise PlanMismatch(f"the plan is for {plan.frontend!r}; this model runs in PyTorch eager")
     return Applied(model, plan, gear, new_shape, audit_every)
+
+
+def _applied_to_compiled(model: torch.nn.Module, plan: Plan) -> AppliedCompiled:
+    refuse_planned(model)
+
+    def forget() -> None:
+        _planned.pop(model, None)
+
+    applied = AppliedCompiled(model, plan, forget)
+    _planned[model] = True
+    return applied

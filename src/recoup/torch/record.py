@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from recoup.errors import CaptureError, UsageError
 from recoup.graph import Op, Save, StepGraph, Storage
-from recoup.graph.peak import peak_bytes
+from recoup.graph.peak import corrected
 from recoup.graph.rules import check
 from recoup.torch.apply import refuse_planned
 from recoup.torch.audit import probe_operations, rebuild_everything
 from recoup.torch.blocks import blocks_of
+from recoup.torch.compiled.interfaces import is_compiled
+from recoup.torch.compiled.record import record_compiled
+from recoup.torch.environment import environment
 from recoup.torch.frames import OUTSIDE
 from recoup.torch.meter import device_of, measure_peak, profile_operations
 from recoup.torch.recorder import RecordedStorage, Recorder
@@ -59,7 +60,10 @@ def record(
     if not callable(step) or runs < 1:
         raise UsageError("record needs a step that can be called without arguments, and at least one run")
     refuse_planned(model)
-    return _Recording(step, model, runs, progress or (lambda done, total, text: None)).graph(name)
+    tell = progress or (lambda done, total, text: None)
+    if is_compiled(model):
+        return record_compiled(step, model, name=name, progress=tell)
+    return _Recording(step, model, runs, tell).graph(name)
 
 
 class _Recording:
@@ -109,7 +113,7 @@ class _Recording:
             blocks=blocks_of(self.model, [op.module for op in main.ops if op.phase == "forward"]),
             root_calls=max(main.roots, 1),
         )
-        graph = _corrected(graph)
+        graph = corrected(graph)
         check(graph)
         return graph
 
@@ -240,15 +244,6 @@ def _least_seconds(main: Recorder, passes: list[Recorder]) -> list[float]:
     return least
 
 
-def _corrected(graph: StepGraph) -> StepGraph:
-    """What the allocator saw above the graph's own peak goes into every operation's scratch, so that no peak is promised too low."""
-    missing = (graph.measured_peak_bytes or 0) - peak_bytes(graph)
-    if missing <= 0:
-        return graph
-    ops = tuple(msgspec.structs.replace(op, scratch_bytes=op.scratch_bytes + missing) for op in graph.ops)
-    return msgspec.structs.replace(graph, ops=ops)
-
-
 def _op(number: int, op: RecordedOp, seconds: float, scratch_bytes: int) -> Op:
     return Op(
         id=number,
@@ -291,13 +286,3 @@ def _demand_backward(main: Recorder) -> None:
         raise CaptureError(
             "the step ran no backward pass: nothing is kept for one, so there is nothing to plan. Call loss.backward() inside the step."
         )
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """Versions and settings that costs depend on."""
-    return {
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine(),
-        "threads": str(torch.get_num_threads()),
-    }

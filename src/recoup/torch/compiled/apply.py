@@ -1,0 +1,140 @@
+"""Running a plan on a compiled model: every graph is compiled anew, split as the plan says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+import recoup
+from recoup.errors import PlanMismatch
+from recoup.graph.site import expand
+from recoup.plan import Plan
+from recoup.torch.compiled.joint import Joint
+from recoup.torch.compiled.session import Label, Local, Logged, Piece
+from recoup.torch.compiled.sites import decisions_of
+from recoup.torch.compiled.step import site_in
+from recoup.torch.compiled.switch import session_for
+from recoup.torch.report import Report
+
+__all__ = ["AppliedCompiled", "Planned"]
+
+
+class Planned:
+    """Decides by a plan, and sees to it that all of the plan finds its place."""
+
+    looks = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.calls = 0
+        self.dropped_bytes = 0
+        self.met: set[str] = set()
+        self._bytes = _bytes_by_site(plan)
+        self._local: dict[Label, Local] = {}
+        self._seen: set[tuple[int, Label]] = set()
+        # Graphs out of PyTorch's caches were split by these decisions before, and cannot be looked into.
+        self._looked_into: set[tuple[int, Label]] = set()
+        self._checked = False
+
+    def decisions(self, piece: Piece, label: Label) -> Local:
+        """What the plan says for the graph's label; sites of other graphs may be among it, and find nothing there."""
+        if label not in self._local:
+            self._local[label] = decisions_of(self.plan, label)
+        return self._local[label]
+
+    def choose(self, piece: Piece, label: Label, joint: Joint) -> Local:
+        """What the plan says, less what this joint graph does not have.
+
+        Raises:
+            PlanMismatch: the plan drops what cannot be rebuilt here.
+        """
+        storages = {storage.site: storage for storage in joint.graph.storages if storage.kind == "activation" and storage.site}
+        found = frozenset(one for one in self.decisions(piece, label) if one[0] in storages)
+        for site, _ in found:
+            if storages[site].replayable:
+                raise PlanMismatch(f"the plan recomputes {site}, which cannot be: {storages[site].replayable}; record and solve again")
+        self.met |= {site_in(site, label.prefix, label.turn) for site, _ in found}
+        self._looked_into.add((piece.number, label))
+        return found
+
+    def key(self, piece: Piece, label: Label) -> bytes:
+        """A hash of the decisions for this label and of what carries them out."""
+        decided = sorted(self.decisions(piece, label))
+        return hashlib.sha256(f"recoup {recoup.__version__} {decided}".encode()).digest()
+
+    def before(self, piece: Piece, label: Label) -> None:
+        """Counts; when a second step begins, all of the plan must have found its place.
+
+        Raises:
+            PlanMismatch: sites of the plan are nowhere in the compiled graphs of the step.
+        """
+        self.calls += 1
+        self.dropped_bytes += sum(self._bytes.get(site_in(site, label.prefix, label.turn), 0) for site, _ in self.decisions(piece, label))
+        if (piece.number, label) in self._seen and not self._checked:
+            self._checked = True
+            self._demand_all_met()
+        self._seen.add((piece.number, label))
+
+    def after(self, call: Logged) -> None:
+        """Nothing to do."""
+
+    def _demand_all_met(self) -> None:
+        missing = sorted(self.plan.recompute_sites - self.met)
+        if missing and self._seen <= self._looked_into:
+            raise PlanMismatch(
+                f"the plan recomputes {missing[0]}, which no compiled graph of this step has ({len(missing)} of"
+                f" {len(self.plan.recompute_sites)} sites are missing); the plan was made for another model, other sizes or another"
+                " version of PyTorch: record and solve again"
+            )
+
+
+class AppliedCompiled:
+    """A plan at work on a compiled model. Remove it with ``remove()``, or use it as a context manager."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, forget: Callable[[], None]) -> None:
+        if plan.frontend != "torch-compile":
+            raise PlanMismatch(
+                f"this plan was made for {plan.frontend}, but the model is compiled, where operations differ: record the compiled step and"
+                " solve again"
+            )
+        self.model = model
+        self.plan = plan
+        self.gear = "compiled"
+        self._planned = Planned(plan)
+        self._stack = ExitStack()
+        self._stack.callback(forget)
+        self._stack.enter_context(session_for(model, self._planned))
+
+    def report(self) -> Report:
+        """What the plan has done so far."""
+        planned = self._planned
+        return Report(
+            gear="compiled",
+            static_calls=planned.calls,
+            dropped_bytes=planned.dropped_bytes,
+            sites_expected=len(self.plan.recompute_sites),
+            sites_met=len(planned.met),
+        )
+
+    def remove(self) -> None:
+        """Give the model back as it was; its graphs are compiled anew when it is called next."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+def _bytes_by_site(plan: Plan) -> Mapping[str, int]:
+    found: dict[str, Any] = {}
+    for decision in plan.decisions:
+        sites = expand(decision.site)
+        found |= dict.fromkeys(sites, decision.bytes // len(sites))
+    return found

@@ -1,0 +1,154 @@
+"""Deciding for a budget without being shown the step: graphs are planned as dynamo meets them, and all together once known.
+
+The first graph is planned as if it were the step. Each further one is planned together with all before it; what that
+changes for the earlier ones takes effect when they are called next. So from the second step on, one budget is shared by all
+graphs of the step, as the solver sees fit; during the first step the plan of an earlier graph may keep more than that. A share
+of the unplanned peak means that of the whole step: what it is too little for at first may fit once all graphs are known, so
+that is judged at the end of the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import recoup
+from recoup.errors import InfeasibleBudget
+from recoup.graph import StepGraph
+from recoup.plan import Plan
+from recoup.simulate import simulate
+from recoup.solve import solve
+from recoup.torch.compiled.joint import Joint
+from recoup.torch.compiled.record import calls_of
+from recoup.torch.compiled.session import Label, Local, Logged, Piece, Session
+from recoup.torch.compiled.sites import decisions_of
+from recoup.torch.compiled.step import combined
+from recoup.units import Budget, format_bytes, format_seconds
+
+__all__ = ["Budgeted", "Settings"]
+
+_log = logging.getLogger("recoup")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user asks of Recoup's backend.
+
+    Attributes:
+        budget: bytes of the step's peak: parameters, inputs, activations, gradients, and ``standing_bytes``.
+        kernels: ``inductor``, or ``aten`` for plain ATen kernels.
+        strategy: ``optimal``, or a named strategy.
+        standing_bytes: what stands beside the graphs: optimizer states, gradients that are not set to None, other models.
+        time_limit_seconds: how long to search; the best plan so far is taken then.
+        step: a name that keeps several compiled steps of one process apart.
+    """
+
+    budget: Budget
+    kernels: Literal["inductor", "aten"] = "inductor"
+    strategy: str = "optimal"
+    standing_bytes: int = 0
+    time_limit_seconds: float = 20.0
+    step: str = ""
+
+
+# Plans by graph, budget and settings: compiling the same once more asks no solver.
+_solved: dict[tuple[str, int, Settings], Plan] = {}
+
+
+class Budgeted:
+    """Plans the graphs of a step for a budget as they come."""
+
+    looks = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.session: Session | None = None
+        self.plan: Plan | None = None
+        self.solve_seconds = 0.0
+        # The calls of the step under way or of the last one, in order, and those that the plan was made for.
+        self.calls: list[Logged] = []
+        self.planned: set[tuple[int, Label]] = set()
+        # Why the plan at work does not keep to the budget: a share that the graphs known so far are too few for.
+        self.shortfall: InfeasibleBudget | None = None
+
+    def decisions(self, piece: Piece, label: Label) -> Local | None:
+        """What the plan says, once it was made for this call too."""
+        if self.plan is None or (piece.number, label) not in self.planned:
+            return None
+        return decisions_of(self.plan, label)
+
+    def choose(self, piece: Piece, label: Label, joint: Joint) -> Local:
+        """Plans anew if this call is not yet in the plan."""
+        known = self.decisions(piece, label)
+        if known is None:
+            assert self.session is not None
+            arriving = Logged(piece, label, self.session.arriving, ())
+            self._solve([*(call for call in self.calls if call.piece.joint is not None), arriving])
+            known = self.decisions(piece, label)
+        assert known is not None
+        return known
+
+    def key(self, piece: Piece, label: Label) -> bytes:
+        """The graphs themselves tell decisions apart: AOTAutograd's cache, which knows only the joint graph, is not asked."""
+        return hashlib.sha256(f"recoup {recoup.__version__}".encode()).digest()
+
+    def before(self, piece: Piece, label: Label) -> None:
+        """A call that comes again begins a new step.
+
+        Raises:
+            InfeasibleBudget: all graphs of the step are known now, and no plan fits the share asked for.
+        """
+        assert self.session is not None
+        if any(call.piece is piece and call.label == label for call in self.calls):
+            if self.shortfall is not None:
+                raise self.shortfall
+            self.calls = []
+        self.session.logging = True
+
+    def after(self, call: Logged) -> None:
+        """Remembers the call; one that the plan does not know joins it (the same graph with other parameters)."""
+        self.calls.append(call)
+        if call.piece.joint is not None and (call.piece.number, call.label) not in self.planned:
+            self._solve([one for one in self.calls if one.piece.joint is not None])
+
+    def _solve(self, calls: list[Logged]) -> None:
+        graph = combined(calls_of(calls), standing_bytes=self.settings.standing_bytes, name="compiled step").graph
+        budget_bytes = self.settings.budget.resolve(simulate(graph).peak_bytes)
+        self.plan = self._plan_for(graph, budget_bytes)
+        before = self.planned
+        self.planned = {(call.piece.number, call.label) for call in calls}
+        _log.info(
+            "%d compiled graphs: predicted peak %s of a budget of %s, %s of %s unplanned; solved in %s",
+            len(calls),
+            format_bytes(self.plan.peak_bytes),
+            format_bytes(budget_bytes),
+            format_seconds(self.plan.step_seconds),
+            format_seconds(self.plan.unplanned_step_seconds),
+            format_seconds(self.plan.solve_seconds),
+        )
+        for call in calls:
+            # What is compiled for other decisions is looked up again at its next call.
+            if (call.piece.number, call.label) in before:
+                call.piece.by_label.pop(call.label, None)
+
+    def _plan_for(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        """A plan for the graph, an earlier one if the same was asked before."""
+        key = (graph.fingerprint, budget_bytes, self.settings)
+        self.shortfall = None
+        if key not in _solved:
+            try:
+                found = self._solved_for(graph, budget_bytes)
+            except InfeasibleBudget as error:
+                if self.settings.budget.kind != "relative":
+                    raise
+                self.shortfall = error
+                return self._solved_for(graph, error.least_bytes)
+            _solved[key] = found
+        return _solved[key]
+
+    def _solved_for(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        found = solve(graph, budget_bytes, strategy=self.settings.strategy, time_limit_seconds=self.settings.time_limit_seconds)
+        self.solve_seconds += found.solve_seconds
+        return found

@@ -1,0 +1,83 @@
+"""What an operation costs, alone and inside of a fused loop.
+
+Inductor runs chains of pointwise operations as one loop: a value that only such operations read is never written. So a
+pointwise operation costs its arithmetic, and of memory only what it reads from elsewhere: no launch, no write. From the time
+of its ATen kernel, which does one of everything,
+
+    fused = max(kernel - launch - (read + written) / bandwidth, 0) + read from elsewhere / bandwidth
+
+with launch and bandwidth measured on this machine. A reduction in a loop keeps the time of its kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import fx
+
+from recoup.torch.compiled.interfaces import concrete, no_modes
+from recoup.torch.compiled.loops import is_pointwise
+from recoup.torch.compiled.traced import tensors_of
+from recoup.torch.timing import synchronizer
+
+__all__ = ["Price", "in_a_loop"]
+
+_PROBE_BYTES = 8 * 2**20
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one run of an operation takes: seconds, bytes above its inputs and outputs, and where that comes from."""
+
+    seconds: float
+    scratch_bytes: int
+    provenance: Literal["measured", "modelled", "assumed"] = "measured"
+
+
+def in_a_loop(node: fx.Node, alone: Price) -> Price:
+    """The price of a loop's operation, from that of its kernel alone."""
+    if not is_pointwise(node) or alone.provenance == "assumed":
+        return Price(alone.seconds, 0, alone.provenance)
+    tensors = tensors_of(node)
+    launch, per_byte = _kernel(str(tensors[0].device))
+    read = sum(_bytes(tensor) for argument in node.all_input_nodes for tensor in tensors_of(argument))
+    elsewhere = sum(_bytes(tensor) for argument in node.all_input_nodes if not is_pointwise(argument) for tensor in tensors_of(argument))
+    written = sum(_bytes(tensor) for tensor in tensors)
+    arithmetic = max(alone.seconds - launch - (read + written) * per_byte, 0.0)
+    return Price(min(arithmetic + elsewhere * per_byte, alone.seconds), 0, "modelled")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """What a loop over the tensor reads of it: each element once, however it is broadcast."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= concrete(size) if concrete(stride) else 1
+    return count * tensor.element_size()
+
+
+@cache
+def _kernel(device: str) -> tuple[float, float]:
+    """Seconds to launch a kernel, and seconds for each byte that one reads or writes."""
+    with no_modes():
+        small, large = torch.zeros(1, device=device), torch.zeros(_PROBE_BYTES // 4, device=device)
+        target = torch.empty_like(large)
+        launch = _least(lambda: small.neg_(), device)
+        return launch, max(_least(lambda: target.copy_(large), device) - launch, 0.0) / (2 * _PROBE_BYTES)
+
+
+def _least(call: object, device: str) -> float:
+    assert callable(call)
+    wait = synchronizer(device)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,195 @@
+"""The compiled graphs of one step while Recoup decides about them: what they are, who calls them, what each call runs.
+
+Dynamo hands over a graph when it first meets it. The same graph may serve many calls (each block compiled on its own): a
+call is told apart by the parameters that it is given, and has a *label*, the path of the module that owns them. Each label
+has its own decisions; labels with the same decisions share one compiled variant of the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from recoup.torch.compiled.emit import emit
+from recoup.torch.compiled.interfaces import Compiled, Compiler, CustomPartitionerFn, Recompilable, keep_all
+from recoup.torch.compiled.joint import Joint, joint_of
+
+__all__ = ["Chooser", "Label", "Local", "Logged", "Piece", "Session", "memories"]
+
+Local = frozenset[tuple[str, str]]
+"""Decisions for one graph: for each storage site to recompute the site that it is held from, or ''."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Which call of the step: the path of the module that owns the parameters, and a number where that alone is not unique."""
+
+    prefix: str
+    turn: int
+
+
+class Chooser(Protocol):
+    """Decides for each graph and label.
+
+    Attributes:
+        looks: whether every joint graph must be seen, so that none may come out of AOTAutograd's cache.
+    """
+
+    @property
+    def looks(self) -> bool:
+        """See above."""
+        ...
+
+    def decisions(self, piece: Piece, label: Label) -> Local | None:
+        """What is recomputed, where that is known before the joint graph is; None if it must be seen first."""
+        ...
+
+    def choose(self, piece: Piece, label: Label, joint: Joint) -> Local:
+        """What is recomputed, now that the joint graph is at hand."""
+        ...
+
+    def key(self, piece: Piece, label: Label) -> bytes:
+        """What PyTorch's own caches tell decisions apart by."""
+        ...
+
+    def before(self, piece: Piece, label: Label) -> None:
+        """A call is about to run."""
+        ...
+
+    def after(self, call: Logged) -> None:
+        """A call has run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """One call that was seen: its graph, label, and where its inputs and results lie in memory; 0 for what has none."""
+
+    piece: Piece
+    label: Label
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """One graph that dynamo handed over, and the ways in which it has been compiled."""
+
+    number: int
+    source: Recompilable
+    names: list[tuple[int, str]]
+    joint: Joint | None = None
+    variants: dict[Local, Compiled] = field(default_factory=dict)
+    labels: dict[int, Label] = field(default_factory=dict)
+    by_label: dict[Label, Compiled] = field(default_factory=dict)
+
+
+class Session:
+    """Hands out what runs for every compiled graph; ``handle`` is what a backend calls."""
+
+    def __init__(self, chooser: Chooser, names: Mapping[int, str] | None = None) -> None:
+        self.chooser = chooser
+        self.names = names or {}
+        self.pieces: list[Piece] = []
+        self.logging = False
+        # Where the inputs lie of the call that a new graph is being compiled for.
+        self.arriving: tuple[int, ...] = ()
+        self._prefixes: dict[str, int] = {}
+        self._lock = threading.RLock()
+
+    def handle(self, gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Compiled:
+        """A new graph: compiled for the call that is about to come, and dispatched for all that follow."""
+        source = Recompilable(gm, compiler)
+        piece = Piece(len(self.pieces), source, source.parameters())
+        self.pieces.append(piece)
+        first = self._label(piece, inputs)
+        self.arriving = memories(inputs)
+        piece.by_label[first] = self._compiled(piece, first, inputs)
+
+        def run(*args: Any) -> Any:
+            label = self._label(piece, args)
+            self.chooser.before(piece, label)
+            compiled = piece.by_label.get(label)
+            if compiled is None:
+                with self._lock:
+                    self.arriving = memories(args)
+                    compiled = piece.by_label[label] = self._compiled(piece, label, None)
+            if not self.logging:
+                return compiled(*args)
+            before = memories(args)
+            results = compiled(*args)
+            self.chooser.after(Logged(piece, label, before, memories(tree_leaves(results))))
+            return results
+
+        return run
+
+    def _label(self, piece: Piece, args: Sequence[Any]) -> Label:
+        place, name = piece.names[0] if piece.names else (-1, "")
+        owner = id(args[place]) if place >= 0 else 0
+        label = piece.labels.get(owner)
+        if label is None:
+            full = self.names.get(args[place].data_ptr(), "") if place >= 0 else ""
+            prefix = full.removesuffix(name).rstrip(".") if full.endswith(name) else ""
+            turn = self._prefixes.get(prefix, 0)
+            self._prefixes[prefix] = turn + 1
+            label = piece.labels[owner] = Label(prefix, turn)
+        return label
+
+    def _compiled(self, piece: Piece, label: Label, inputs: Sequence[Any] | None) -> Compiled:
+        known = self.chooser.decisions(piece, label)
+        if known is not None and known in piece.variants:
+            return piece.variants[known]
+        compiled = piece.source.compiled(_Split(self.chooser, piece, label), inputs, looks=self.chooser.looks)
+        if known is not None:
+            piece.variants[known] = compiled
+        return compiled
+
+
+class _Split(CustomPartitionerFn):
+    """The partitioner of one compilation."""
+
+    def __init__(self, chooser: Chooser, piece: Piece, label: Label) -> None:
+        self.chooser = chooser
+        self.piece = piece
+        self.label = label
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Itself: Inductor copies its settings, and this one is an identity."""
+        return self
+
+    def uuid(self) -> bytes:
+        """What tells these decisions apart in PyTorch's caches."""
+        return self.chooser.key(self.piece, self.label)
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_: object,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward, split by what the chooser says."""
+        joint = joint_of(gm, num_fwd_outputs, static_lifetime_input_indices or (), fuses=self.piece.source.fuses)
+        if not joint.graph.saves:
+            return keep_all(gm, joint_inputs, num_fwd_outputs, static_lifetime_input_indices or ())
+        if self.piece.joint is None:
+            self.piece.joint = joint
+        by_site = {storage.site: storage.id for storage in joint.graph.storages if storage.site}
+        chosen = [(by_site[site], trigger) for site, trigger in self.chooser.choose(self.piece, self.label, joint) if site in by_site]
+        held = {v: by_site[trigger] for v, trigger in chosen if trigger in by_site}
+        return emit(joint, frozenset(v for v, _ in chosen), held)
+
+
+def memories(leaves: Sequence[object]) -> tuple[int, ...]:
+    """Where each tensor's storage lies; 0 for what has no memory of its own."""
+    strided = (isinstance(leaf, Tensor) and leaf.layout is torch.strided and not isinstance(leaf, FakeTensor) for leaf in leaves)
+    return tuple(leaf.untyped_storage().data_ptr() if plain else 0 for leaf, plain in zip(leaves, strided, strict=True))  # type: ignore[attr-defined]
