@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from recoup.torch.compiled.interfaces import self_test as test_compiler
 from recoup.torch.private import TESTED_TORCH, self_test
 
 __all__ = ["Check", "doctor"]
@@ -25,7 +26,7 @@ def doctor() -> list[Check]:
     version = ".".join(str(torch.__version__).split(".")[:2])
     tested = version in TESTED_TORCH
     checks = [Check("tested version of torch", tested, f"{torch.__version__}; tested: {', '.join(TESTED_TORCH)}")]
-    checks += [Check(name, works, detail) for name, works, detail in self_test()]
+    checks += [Check(name, works, detail) for name, works, detail in (*self_test(), *test_compiler())]
     return [*checks, Check("CUDA", True, _cuda())]
 
 

@@ -67,17 +67,20 @@ class Planned:
         decided = sorted(self.decisions(piece, label))
         return hashlib.sha256(f"recoup {recoup.__version__} {decided}".encode()).digest()
 
-    def before(self, piece: Piece, label: Label) -> None:
-        """Counts; when a second step begins, all of the plan must have found its place.
+    def step_begins(self) -> None:
+        """When a second step begins, all of the plan must have found its place.
 
         Raises:
             PlanMismatch: sites of the plan are nowhere in the compiled graphs of the step.
         """
-        self.calls += 1
-        self.dropped_bytes += sum(self._bytes.get(site_in(site, label.prefix, label.turn), 0) for site, _ in self.decisions(piece, label))
-        if (piece.number, label) in self._seen and not self._checked:
+        if self._seen and not self._checked:
             self._checked = True
             self._demand_all_met()
+
+    def before(self, piece: Piece, label: Label) -> None:
+        """Counts."""
+        self.calls += 1
+        self.dropped_bytes += sum(self._bytes.get(site_in(site, label.prefix, label.turn), 0) for site, _ in self.decisions(piece, label))
         self._seen.add((piece.number, label))
 
     def after(self, call: Logged) -> None:

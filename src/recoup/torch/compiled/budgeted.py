@@ -67,7 +67,7 @@ class Budgeted:
         self.session: Session | None = None
         self.plan: Plan | None = None
         self.solve_seconds = 0.0
-        # The calls of the step under way or of the last one, in order, and those that the plan was made for.
+        # The calls of the step under way, in order, each graph and label once; and all that have been decided about.
         self.calls: list[Logged] = []
         self.planned: set[tuple[int, Label]] = set()
         # Why the plan at work does not keep to the budget: a share that the graphs known so far are too few for.
@@ -94,22 +94,24 @@ class Budgeted:
         """The graphs themselves tell decisions apart: AOTAutograd's cache, which knows only the joint graph, is not asked."""
         return hashlib.sha256(f"recoup {recoup.__version__}".encode()).digest()
 
-    def before(self, piece: Piece, label: Label) -> None:
-        """A call that comes again begins a new step.
+    def step_begins(self) -> None:
+        """All graphs of the step before are known.
 
         Raises:
-            InfeasibleBudget: all graphs of the step are known now, and no plan fits the share asked for.
+            InfeasibleBudget: no plan fits the share asked for.
         """
+        self.calls = []
+        if self.shortfall is not None:
+            raise self.shortfall
+
+    def before(self, piece: Piece, label: Label) -> None:
+        """Wants to see where inputs and results lie."""
         assert self.session is not None
-        if any(call.piece is piece and call.label == label for call in self.calls):
-            if self.shortfall is not None:
-                raise self.shortfall
-            self.calls = []
         self.session.logging = True
 
     def after(self, call: Logged) -> None:
         """Remembers the call; one that the plan does not know joins it (the same graph with other parameters)."""
-        self.calls.append(call)
+        self.calls = [one for one in self.calls if (one.piece, one.label) != (call.piece, call.label)] + [call]
         if call.piece.joint is not None and (call.piece.number, call.label) not in self.planned:
             self._solve([one for one in self.calls if one.piece.joint is not None])
 
@@ -118,7 +120,7 @@ class Budgeted:
         budget_bytes = self.settings.budget.resolve(simulate(graph).peak_bytes)
         self.plan = self._plan_for(graph, budget_bytes)
         before = self.planned
-        self.planned = {(call.piece.number, call.label) for call in calls}
+        self.planned |= {(call.piece.number, call.label) for call in calls}
         _log.info(
             "%d compiled graphs: predicted peak %s of a budget of %s, %s of %s unplanned; solved in %s",
             len(calls),

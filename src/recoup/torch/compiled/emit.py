@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from recoup.simulate.backward import Copy, Replayed
@@ -49,7 +50,8 @@ def _handed_over(joint: Joint, recompute: frozenset[int]) -> Iterator[fx.Node]:
     for storage in joint.graph.storages:
         node = joint.owners[storage.id]
         made = storage.producer is None or storage.producer < outside
-        if node is not None and made and storage.id not in recompute:
+        # One of several results that no node takes is not read by anybody.
+        if node is not None and made and storage.id not in recompute and isinstance(node.meta["val"], torch.Tensor):
             yield node
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from recoup.simulate.judge import GENERATOR_STATE_BYTES
 from recoup.torch.compiled.fusion import Price, in_a_loop
-from recoup.torch.compiled.interfaces import concrete, no_modes
+from recoup.torch.compiled.interfaces import concrete, is_random, no_modes
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.loops import is_loop
 from recoup.torch.meter import CpuMeter, Meter, meter_for
@@ -36,7 +37,8 @@ _KNOWN: dict[str, Price] = {}
 def priced(joint: Joint, progress: Callable[[int, int], None] | None = None) -> Joint:
     """The joint graph with the seconds and scratch bytes of every operation.
 
-    In a loop (``recoup.torch.compiled.loops``) an operation costs what ``in_a_loop`` says, and needs no scratch.
+    A random operation is given a generator's state of scratch: a replay looks at the state that stands, and puts it back. In a
+    loop (``recoup.torch.compiled.loops``) an operation costs what ``in_a_loop`` says, and needs no scratch.
     """
     ops = []
     for op, nodes in zip(joint.graph.ops, joint.nodes, strict=True):
@@ -45,7 +47,7 @@ def priced(joint: Joint, progress: Callable[[int, int], None] | None = None) -> 
         op = msgspec.structs.replace(
             op,
             seconds=sum(price.seconds for price in prices),
-            scratch_bytes=max((price.scratch_bytes for price in prices), default=0),
+            scratch_bytes=max((price.scratch_bytes for price in prices), default=0) + GENERATOR_STATE_BYTES * any(map(is_random, nodes)),
             provenance=unknown if prices else "assumed",
         )
         ops.append(op)

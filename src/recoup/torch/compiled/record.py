@@ -50,6 +50,9 @@ class KeepAll:
         """The same for all."""
         return b"recoup keeps all"
 
+    def step_begins(self) -> None:
+        """Nothing to do."""
+
     def before(self, piece: Piece, label: Label) -> None:
         """Nothing to do."""
 

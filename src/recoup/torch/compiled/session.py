@@ -3,6 +3,9 @@
 Dynamo hands over a graph when it first meets it. The same graph may serve many calls (each block compiled on its own): a
 call is told apart by the parameters that it is given, and has a *label*, the path of the module that owns them. Each label
 has its own decisions; labels with the same decisions share one compiled variant of the graph.
+
+A step is over once a backward pass has reached one of its results; the next call begins a new one. Labels are numbered within
+a step, so that a graph compiled for another shape takes the place, and the decisions, of the one that it stands for.
 """
 
 from __future__ import annotations
@@ -59,6 +62,10 @@ class Chooser(Protocol):
         """What PyTorch's own caches tell decisions apart by."""
         ...
 
+    def step_begins(self) -> None:
+        """The next call is the first of a step."""
+        ...
+
     def before(self, piece: Piece, label: Label) -> None:
         """A call is about to run."""
         ...
@@ -101,11 +108,14 @@ class Session:
         self.logging = False
         # Where the inputs lie of the call that a new graph is being compiled for.
         self.arriving: tuple[int, ...] = ()
-        self._prefixes: dict[str, int] = {}
+        # How many labels with each prefix the step under way has had, and whether its backward has begun.
+        self._turns: dict[str, int] = {}
+        self._over = False
         self._lock = threading.RLock()
 
     def handle(self, gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Compiled:
         """A new graph: compiled for the call that is about to come, and dispatched for all that follow."""
+        self._begin_step()
         source = Recompilable(gm, compiler)
         piece = Piece(len(self.pieces), source, source.parameters())
         self.pieces.append(piece)
@@ -114,6 +124,7 @@ class Session:
         piece.by_label[first] = self._compiled(piece, first, inputs)
 
         def run(*args: Any) -> Any:
+            self._begin_step()
             label = self._label(piece, args)
             self.chooser.before(piece, label)
             compiled = piece.by_label.get(label)
@@ -121,14 +132,26 @@ class Session:
                 with self._lock:
                     self.arriving = memories(args)
                     compiled = piece.by_label[label] = self._compiled(piece, label, None)
-            if not self.logging:
-                return compiled(*args)
-            before = memories(args)
+            before = memories(args) if self.logging else ()
             results = compiled(*args)
-            self.chooser.after(Logged(piece, label, before, memories(tree_leaves(results))))
+            leaves = tree_leaves(results)
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._backward_began)
+            if self.logging:
+                self.chooser.after(Logged(piece, label, before, memories(leaves)))
             return results
 
         return run
+
+    def _backward_began(self, gradient: Tensor) -> None:
+        self._over = True
+
+    def _begin_step(self) -> None:
+        if self._over:
+            self._over = False
+            self._turns.clear()
+            self.chooser.step_begins()
 
     def _label(self, piece: Piece, args: Sequence[Any]) -> Label:
         place, name = piece.names[0] if piece.names else (-1, "")
@@ -137,9 +160,8 @@ class Session:
         if label is None:
             full = self.names.get(args[place].data_ptr(), "") if place >= 0 else ""
             prefix = full.removesuffix(name).rstrip(".") if full.endswith(name) else ""
-            turn = self._prefixes.get(prefix, 0)
-            self._prefixes[prefix] = turn + 1
-            label = piece.labels[owner] = Label(prefix, turn)
+            label = piece.labels[owner] = Label(prefix, self._turns.get(prefix, 0))
+        self._turns[label.prefix] = max(self._turns.get(label.prefix, 0), label.turn + 1)
         return label
 
     def _compiled(self, piece: Piece, label: Label, inputs: Sequence[Any] | None) -> Compiled:
