@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from recoup.solve.choice import runnable
 from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
 from recoup.solve.strategy import Choice
 
-__all__ = ["Judged", "hold_more", "judge", "judge_choice", "keep_more", "lower_peak", "tries_for"]
+__all__ = ["Judged", "has_room", "hold_more", "judge", "judge_choice", "keep_more", "lower_peak", "tries_for"]
 
 
 # How many operations local search may simulate at a time, and within which limits that many plans.
@@ -68,7 +68,7 @@ def keep_more(index: Replays, start: Judged, executor: Capabilities, budget: int
     """Keep dropped storages after all, dearest first, while the simulated peak stays within the budget; stops after ``seconds``."""
     best, deadline = start, time.perf_counter() + seconds
     for v in sorted(start.recompute, key=lambda v: (-_saved_seconds(index, v), v)):
-        if v not in best.recompute or not _room(index, best, v, budget):
+        if v not in best.recompute or not has_room(index, best, v, budget):
             continue
         tries -= 1
         if tries < 0 or time.perf_counter() > deadline:
@@ -106,7 +106,7 @@ def _saved_seconds(index: Replays, v: int) -> float:
     return sum(index.graph.ops[op].seconds for op in index.ops_of[v])
 
 
-def _room(index: Replays, best: Judged, v: int, budget: int) -> bool:
+def has_room(index: Replays, best: Judged, v: int, budget: int) -> bool:
     """Whether the bytes of a storage fit while it is held and no copy of it is alive yet."""
     start = int(index.unheld[v])
     made = min((copy.gap for copy in best.run.replayed.copies if copy.storage == v), default=index.count)
@@ -116,14 +116,26 @@ def _room(index: Replays, best: Judged, v: int, budget: int) -> bool:
     return int(best.run.bytes_at[start:end].max(initial=0)) + index.bytes[v] <= budget
 
 
-def lower_peak(index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], tries: int, enough: int = 0) -> Judged:
-    """Drop what stands at the peak, keep what is rebuilt there, or rebuild it later, as long as the peak falls and is above ``enough``."""
+def lower_peak(
+    index: Replays,
+    start: Judged,
+    executor: Capabilities,
+    dropping: frozenset[int],
+    tries: int,
+    enough: int = 0,
+    judging: Callable[[frozenset[int], Mapping[int, int]], Judged] | None = None,
+) -> Judged:
+    """Drop what stands at the peak, keep what is rebuilt there, or rebuild it later, as long as the peak falls and is above ``enough``.
+
+    ``judging`` simulates a choice in place of :func:`judge`, for who counts what is simulated.
+    """
+    judged = judging or (lambda recompute, since: judge(index, recompute, executor, since))
     best = start
     while tries > 0 and best.peak_bytes > enough:
         better = None
         for choice, since in _moves(index, best, dropping):
             tries -= 1
-            found = judge(index, choice, executor, since)
+            found = judged(choice, since)
             if (found.peak_bytes, found.step_seconds) < (best.peak_bytes, best.step_seconds) and found.key != best.key:
                 better = found
                 break

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from recoup.solve.checkmate import Checkmate
 from recoup.solve.classics import Revolve, Rotor
 from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, lower_peak, tries_for
+from recoup.solve.exchange import exchanged
 from recoup.solve.least import least_judged
 from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
@@ -38,6 +39,8 @@ _EXACT = 6000
 _WHOLE, _WHOLE_NODES, _WHOLE_ROUNDS = 48, 100, 3
 _FEW, _DEEP = 500, 1.1
 _TINY = 24
+# Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many simulated operations.
+_EXCHANGED, _OPEN, _WORK = 600, 5e-3, 1_500_000
 # What is further above the best plan than that is not worth improving.
 _NEAR = 1.01
 
@@ -103,6 +106,7 @@ class _Search:
         assert self.best is not None
         if not self._close():
             self._offer(self._improved(self.best))
+        self._exchange()
         if self.problem.warm is not None:
             self.problem.warm.plans[self.executor] = self.best
         bound = min(self.bound, self.best.step_seconds)
@@ -179,6 +183,17 @@ class _Search:
         self._offer(judge_choice(self.index, choice, self.executor))
         if choice.bound_seconds is not None:
             self.bound = max(self.bound, choice.bound_seconds)
+
+    def _exchange(self) -> None:
+        """Local search through worse plans, which finds most where plans recompute more than once and no program says how."""
+        enough = self.bound + _OPEN * self.index.base_seconds
+        if self.best is None or self.best.step_seconds <= enough or self.bound >= self.problem.useless_seconds:
+            return
+        if not _TINY < len(self.frame.dropping) <= _EXCHANGED:
+            return
+        self._tell("exchange")
+        remaining = self.problem.remaining_seconds
+        self._offer(exchanged(self.index, self.best, self.executor, self.frame.dropping, self.budget, enough, _WORK, remaining))
 
     def _worthwhile(self) -> bool:
         """Whether the integer program may come nearer: not in large steps, nor where plans recompute much more than it counts."""
