@@ -28,7 +28,7 @@ _CHANGES = (1, 1, 2)
 _KEEP, _HOLD = 0.4, 0.8
 _REPAIRS, _IMPROVEMENTS = 25, 6
 # What is so much slower than the current plan is not improved further; the allowance at the start of each round; relative to the step.
-_HOPELESS, _ALLOWANCES = 0.1, (0.1, 0.01)
+_HOPELESS, _ALLOWANCES = 0.1, (0.03, 0.01, 0.003)
 # What simulating a plan takes beside its operations, counted in these.
 _OVERHEAD = 150
 _CRUMB = 1e-9

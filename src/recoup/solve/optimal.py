@@ -40,7 +40,7 @@ _WHOLE, _WHOLE_NODES, _WHOLE_ROUNDS = 48, 100, 3
 _FEW, _DEEP = 500, 1.1
 _TINY = 24
 # Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many simulated operations.
-_EXCHANGED, _OPEN, _WORK = 600, 5e-3, 1_500_000
+_EXCHANGED, _OPEN, _WORK = 600, 5e-3, 2_000_000
 # What is further above the best plan than that is not worth improving.
 _NEAR = 1.01
 
