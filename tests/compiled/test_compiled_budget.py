@@ -202,6 +202,21 @@ def test_blocks_compiled_one_by_one_share_one_budget(by: str) -> None:
         assert dropped != {"0", "1", "2", "3"} or len({sum(f"blocks.{n}." in site for site in plan.recompute_sites) for n in range(4)}) > 1
 
 
+def test_a_graph_break_is_named_and_the_rest_is_planned_in_pieces() -> None:
+    model, x = Stack(inside="break"), rows()
+    call = torch.compile(model, backend="recoup", options={"kernels": "aten", "budget": "1GiB"})
+    graph = recoup.record(stepping(model, call, x), model=call)
+    check(graph)
+    assert graph.environment["compiled graphs"] == "2"
+    assert "graph_break" in graph.environment["graph breaks"]
+    plan = recoup.solve(graph, "70%")
+    assert {site.split("/")[0][:8] for site in plan.recompute_sites} & {"blocks.0", "blocks.1"}
+    # What the first graph hands to the second is one storage: nothing is counted twice.
+    assert graph.measured_peak_bytes is not None
+    unplanned = recoup.simulate(graph, recoup.solve(graph, "100%")).peak_bytes
+    assert graph.measured_peak_bytes <= unplanned <= 1.05 * graph.measured_peak_bytes
+
+
 def test_fit_on_a_compiled_model_verifies_saves_and_applies_again(tmp_path: Path) -> None:
     model, x = Stack(), rows()
     call = torch.compile(model, backend="recoup", options={"kernels": "aten", "budget": "1GiB"})

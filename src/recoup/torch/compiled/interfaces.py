@@ -33,6 +33,7 @@ __all__ = [
     "concrete",
     "extract",
     "finish",
+    "graph_breaks",
     "inductor_compiler",
     "intercepted",
     "is_compiled",
@@ -48,6 +49,7 @@ __all__ = [
     "run_with_rng_state",
     "saved_output",
     "self_test",
+    "tangent_of",
 ]
 
 Compiled = Callable[..., Any]
@@ -120,6 +122,18 @@ def intercepted(handle: Callable[[fx.GraphModule, Sequence[Any], Compiler], Comp
     finally:
         home.compile_fx = original
         torch.compiler.reset()
+
+
+@contextmanager
+def graph_breaks() -> Generator[list[str]]:
+    """Collects why dynamo broke graphs while this was open: what stands there runs in eager, and no plan reaches it."""
+    from torch._dynamo.utils import counters
+
+    before = dict(counters["graph_break"])
+    reasons: list[str] = []
+    yield reasons
+    after = counters["graph_break"].items()
+    reasons.extend(" ".join(reason.split("\n")[0].split()) for reason, count in after if count > before.get(reason, 0))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -269,6 +283,11 @@ def rng_state_example(device: torch.device) -> Any:
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     with mode:
         return mode.from_tensor(state)
+
+
+def tangent_of(node: fx.Node) -> int | None:
+    """Which of the forward's results a gradient that the backward is given belongs to; None if it is not one of the user's."""
+    return getattr(getattr(node.meta.get("desc"), "output", None), "idx", None)
 
 
 def saved_output(number: int) -> Any:

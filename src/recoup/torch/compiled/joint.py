@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.graph import Op, Ref, Save, StepGraph, Storage
 from recoup.graph.site import op_name, site_of
-from recoup.torch.compiled.interfaces import clean_joint, concrete, is_random, module_path, required_forward
+from recoup.torch.compiled.interfaces import clean_joint, concrete, is_random, module_path, required_forward, tangent_of
 from recoup.torch.compiled.loops import loops
 from recoup.torch.compiled.traced import is_free, is_item, storage_key, tensors_of, view_of
 
@@ -43,8 +43,10 @@ class Joint:
         owners: for each storage of the step the node that makes it; None for what no node makes.
         place: the operation of each node that is one.
         inputs: for each input of the forward its storage; None for what is no tensor.
+        static_inputs: places of the inputs that stand from step to step.
         results: for each output of the forward its storage; None for what is no tensor.
-        input_gradients: storages with the gradient of an input that is no parameter.
+        tangents: for each gradient that the backward is given its storage, and the result that it belongs to; None if not known.
+        gradients: for each input the storage of its gradient; None for what has none.
         fuses: whether loops of the backward are one operation.
     """
 
@@ -54,8 +56,10 @@ class Joint:
     owners: tuple[fx.Node | None, ...]
     place: dict[fx.Node, int]
     inputs: tuple[int | None, ...]
+    static_inputs: frozenset[int]
     results: tuple[int | None, ...]
-    input_gradients: frozenset[int]
+    tangents: tuple[tuple[int, int | None], ...]
+    gradients: tuple[int | None, ...]
     fuses: bool
 
     @property
@@ -238,9 +242,19 @@ class _Reader:
             frontend="torch-compile",
         )
         place = {node: number for number, nodes in enumerate(self.nodes) for node in nodes}
-        inputs = tuple(self._storage_of(node) for node in self._primals())
-        gradients = self._input_gradients()
-        return Joint(self.module, graph, tuple(self.nodes), tuple(self.owners), place, inputs, tuple(self._results()), gradients, fuses)
+        return Joint(
+            module=self.module,
+            graph=graph,
+            nodes=tuple(self.nodes),
+            owners=tuple(self.owners),
+            place=place,
+            inputs=tuple(self._storage_of(node) for node in self._primals()),
+            static_inputs=self.static,
+            results=self._outputs_of(slice(None, self.num_fwd_outputs)),
+            tangents=tuple(self._tangents()),
+            gradients=self._outputs_of(slice(self.num_fwd_outputs, None)),
+            fuses=fuses,
+        )
 
     def _example(self, v: int) -> torch.Tensor:
         node = self.owners[v]
@@ -252,15 +266,15 @@ class _Reader:
         leaves = [leaf for leaf in tree_leaves(self.module.graph.output_node().args) if isinstance(leaf, fx.Node)]
         return {self.by_storage[storage_key(tensor)] for leaf in leaves for tensor in tensors_of(leaf)}
 
-    def _results(self) -> Iterator[int | None]:
-        leaves = tree_leaves(self.module.graph.output_node().args)
-        return (self._storage_of(leaf) for leaf in leaves[: self.num_fwd_outputs])
+    def _outputs_of(self, part: slice) -> tuple[int | None, ...]:
+        return tuple(self._storage_of(leaf) for leaf in tree_leaves(self.module.graph.output_node().args)[part])
 
-    def _input_gradients(self) -> frozenset[int]:
-        """The backward returns one gradient for each input, in the inputs' order."""
-        leaves = tree_leaves(self.module.graph.output_node().args)[self.num_fwd_outputs :]
-        found = (self._storage_of(leaf) for place, leaf in enumerate(leaves) if place not in self.static)
-        return frozenset(v for v in found if v is not None)
+    def _tangents(self) -> Iterator[tuple[int, int | None]]:
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder" and "tangents" in str(node.target):
+                v = self._storage_of(node)
+                assert v is not None
+                yield v, tangent_of(node)
 
     def _storage_of(self, leaf: object) -> int | None:
         tensors = tensors_of(leaf) if isinstance(leaf, fx.Node) else []

@@ -13,7 +13,7 @@ from recoup.graph import StepGraph
 from recoup.graph.peak import corrected
 from recoup.graph.rules import check
 from recoup.torch.blocks import blocks_of
-from recoup.torch.compiled.interfaces import original
+from recoup.torch.compiled.interfaces import graph_breaks, original
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.pricing import priced
 from recoup.torch.compiled.session import Label, Local, Logged, Piece
@@ -80,7 +80,8 @@ def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name:
         keeping = KeepAll()
         session = stack.enter_context(session_for(model, keeping))
         progress(0, _TOTAL, "compiling with all kept")
-        step()
+        with graph_breaks() as reasons:
+            step()
         snapshot.restore()
         progress(1, _TOTAL, "running the step")
         session.logging = True
@@ -104,7 +105,7 @@ def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name:
     whole = msgspec.structs.replace(
         whole,
         device=str(device),
-        environment=environment(device),
+        environment=environment(device) | {"compiled graphs": str(len(calls)), "graph breaks": "; ".join(reasons)},
         blocks=blocks_of(original(model), [op.module for op in whole.ops if op.phase == "forward"]),
         measured_peak_bytes=measured_bytes,
         step_seconds=step_seconds,

@@ -1,8 +1,8 @@
 """One step graph for a step that runs several compiled graphs, or one graph several times.
 
 Forwards stand in the order of their calls, backwards in the opposite order. What one call hands to a later one is one
-storage, found by the memory it lies in; each backward begins with ``recoup.outside``, which turns what came back from the
-later calls into this call's gradients.
+storage, found by the memory it lies in, and so is its gradient, which the later call's backward hands back. Each backward
+begins with ``recoup.outside``, for what else turns the call's results into their gradients.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class _Combining:
     def step(self, name: str) -> Step:
         for number, call in enumerate(self.calls):
             self._storages(number, call)
+        self._hand_back()
         for number in range(len(self.calls)):
             self._ops(number, forward=True)
         for number in reversed(range(len(self.calls))):
@@ -170,6 +171,29 @@ class _Combining:
             self.by_memory |= {
                 memory: ids[v] for v, memory in zip(call.joint.results, call.outputs, strict=True) if memory and v is not None
             }
+
+    def _hand_back(self) -> None:
+        """The gradient of a result that one later call took is the storage that this call's backward leaves it in."""
+        takers: dict[int, list[tuple[int, int]]] = {}
+        for number, call in enumerate(self.calls):
+            for place, v in enumerate(call.joint.inputs):
+                if v is not None:
+                    takers.setdefault(self.ids[number][v], []).append((number, place))
+        same: dict[int, int] = {}
+        for number, call in enumerate(self.calls):
+            for tangent, result in call.joint.tangents:
+                made = None if result is None or result >= len(call.joint.results) else call.joint.results[result]
+                taken = [] if made is None else takers.get(self.ids[number][made], [])
+                if len(taken) == 1 and taken[0][0] > number:
+                    later, place = taken[0]
+                    back = self.calls[later].joint.gradients[place]
+                    if back is not None:
+                        same[self.ids[number][tangent]] = self.ids[later][back]
+        left = [v for v in range(len(self.lives)) if v not in same]
+        place_of = {v: number for number, v in enumerate(left)}
+        self.lives = [self.lives[v] for v in left]
+        self.ids = [[place_of[same.get(v, v)] for v in ids] for ids in self.ids]
+        self.by_memory = {memory: place_of[v] for memory, v in self.by_memory.items()}
 
     def _life(self, number: int, storage: Storage) -> _Life:
         graph = self.calls[number].joint.graph
@@ -214,14 +238,15 @@ class _Combining:
         last = max([*life.reads, life.producer]) + 1
         if not life.stays:
             return life.dies
-        owner, storage = next((number, ids.index(v)) for number, ids in enumerate(self.ids) if v in ids)
-        if storage in self.calls[owner].joint.results and len({n for n, ids in enumerate(self.ids) if v in ids}) > 1:
-            return last  # a later call took it over
-        if life.source.kind == "gradient":
-            return self.starts[owner][1] + len(self.calls[owner].joint.graph.ops) - self.outside[owner]
-        if owner > 0 and storage in self.calls[owner].joint.input_gradients:
-            return self.starts[owner - 1][1] + 1  # autograd hands it to the call before
-        return self.count
+        owners = [number for number, ids in enumerate(self.ids) if v in ids]
+        joint = self.calls[max(owners)].joint
+        if life.producer >= self.starts[-1][1]:
+            # A gradient: of a parameter, or handed back to the call before.
+            own = self.ids[max(owners)].index(v)
+            inner = any(own == back and place not in joint.static_inputs for place, back in enumerate(joint.gradients))
+            return max(last, self.starts[max(owners) - 1][1] + 1) if inner and max(owners) > 0 else self.count
+        # A later call may have taken it over; else the user has it.
+        return last if len(owners) > 1 else self.count
 
     def _rest(self, storages: list[Storage]) -> list[Storage]:
         """What stands beside the graphs' own inputs, as one storage."""
