@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from compiled.models import Block, Stack, left_behind, rows, stepping
@@ -297,3 +299,30 @@ def test_a_compiled_model_is_known_as_one() -> None:
     assert is_compiled(torch.compile(model, backend="eager"))
     model.blocks[0].compile(backend="eager")
     assert is_compiled(model)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one, with buckets so small that DDP cuts the compiled graph into pieces."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 4096)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("around", [False, True])
+def test_data_parallel_around_and_inside(around: bool) -> None:
+    def wrapped(model: nn.Module, budget: str) -> nn.Module:
+        options = {"budget": budget, "kernels": "aten", "step": f"ddp {around}"}
+        if around:
+            return torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.01), backend="recoup", options=options)
+        return DistributedDataParallel(torch.compile(model, backend="recoup", options=options), bucket_cap_mb=0.01)
+
+    budget = "96%"  # what crosses from one piece to the next is kept
+    want = trained(Stack, lambda model: wrapped(model, "100%"), rows(), steps=3)
+    assert same(trained(Stack, lambda model: wrapped(model, budget), rows(), steps=3), want)
+    plan = compiled_plan({"budget": budget, "kernels": "aten", "step": f"ddp {around}"})
+    assert plan is not None
+    assert not plan.drops_nothing
+    assert plan.peak_bytes <= plan.budget_bytes

@@ -57,6 +57,13 @@ class Settings:
 _solved: dict[tuple[str, int, Settings], Plan] = {}
 
 
+_Key = tuple[int, Label]
+
+
+def _key(call: Logged) -> _Key:
+    return call.piece.number, call.label
+
+
 class Budgeted:
     """Plans the graphs of a step for a budget as they come."""
 
@@ -67,9 +74,11 @@ class Budgeted:
         self.session: Session | None = None
         self.plan: Plan | None = None
         self.solve_seconds = 0.0
-        # The calls of the step under way, in order, each graph and label once; and all that have been decided about.
+        # The calls of the step under way, in order, each graph and label once, those included that a graph was compiled for only.
         self.calls: list[Logged] = []
-        self.planned: set[tuple[int, Label]] = set()
+        # All calls that have been decided about, and the steps, as sets of calls, that were planned as a whole.
+        self.planned: set[_Key] = set()
+        self.settled: set[frozenset[_Key]] = set()
         # Why the plan at work does not keep to the budget: a share that the graphs known so far are too few for.
         self.shortfall: InfeasibleBudget | None = None
 
@@ -84,8 +93,8 @@ class Budgeted:
         known = self.decisions(piece, label)
         if known is None:
             assert self.session is not None
-            arriving = Logged(piece, label, self.session.arriving, ())
-            self._solve([*(call for call in self.calls if call.piece.joint is not None), arriving])
+            self._remember(Logged(piece, label, self.session.arriving, ()))
+            self._solve()
             known = self.decisions(piece, label)
         assert known is not None
         return known
@@ -95,11 +104,13 @@ class Budgeted:
         return hashlib.sha256(f"recoup {recoup.__version__}".encode()).digest()
 
     def step_begins(self) -> None:
-        """All graphs of the step before are known.
+        """All graphs of the step before are known: if it was not planned as a whole yet, it is now.
 
         Raises:
             InfeasibleBudget: no plan fits the share asked for.
         """
+        if frozenset(map(_key, self._planable())) not in self.settled:
+            self._solve()
         self.calls = []
         if self.shortfall is not None:
             raise self.shortfall
@@ -110,17 +121,26 @@ class Budgeted:
         self.session.logging = True
 
     def after(self, call: Logged) -> None:
-        """Remembers the call; one that the plan does not know joins it (the same graph with other parameters)."""
-        self.calls = [one for one in self.calls if (one.piece, one.label) != (call.piece, call.label)] + [call]
-        if call.piece.joint is not None and (call.piece.number, call.label) not in self.planned:
-            self._solve([one for one in self.calls if one.piece.joint is not None])
+        """Remembers the call."""
+        self._remember(call)
 
-    def _solve(self, calls: list[Logged]) -> None:
+    def _remember(self, call: Logged) -> None:
+        place = next((number for number, one in enumerate(self.calls) if _key(one) == _key(call)), len(self.calls))
+        self.calls[place : place + 1] = [call]
+
+    def _planable(self) -> list[Logged]:
+        return [call for call in self.calls if call.piece.joint is not None]
+
+    def _solve(self) -> None:
+        calls = self._planable()
+        if not calls:
+            return
         graph = combined(calls_of(calls), standing_bytes=self.settings.standing_bytes, name="compiled step").graph
         budget_bytes = self.settings.budget.resolve(simulate(graph).peak_bytes)
         self.plan = self._plan_for(graph, budget_bytes)
-        before = self.planned
-        self.planned |= {(call.piece.number, call.label) for call in calls}
+        before, now = set(self.planned), frozenset(map(_key, calls))
+        self.planned |= now
+        self.settled.add(now)
         _log.info(
             "%d compiled graphs: predicted peak %s of a budget of %s, %s of %s unplanned; solved in %s",
             len(calls),
@@ -132,7 +152,7 @@ class Budgeted:
         )
         for call in calls:
             # What is compiled for other decisions is looked up again at its next call.
-            if (call.piece.number, call.label) in before:
+            if _key(call) in before:
                 call.piece.by_label.pop(call.label, None)
 
     def _plan_for(self, graph: StepGraph, budget_bytes: int) -> Plan:

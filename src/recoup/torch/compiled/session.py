@@ -155,10 +155,14 @@ class Session:
 
     def _label(self, piece: Piece, args: Sequence[Any]) -> Label:
         place, name = piece.names[0] if piece.names else (-1, "")
-        owner = id(args[place]) if place >= 0 else 0
+        # A graph cut up by DDP is compiled on traced tensors: its label waits for the parameters of the first real call.
+        traced = place >= 0 and isinstance(args[place], FakeTensor)
+        owner = 0 if place < 0 or traced else id(args[place])
         label = piece.labels.get(owner)
+        if label is None and 0 in piece.labels:
+            label = piece.labels[owner] = piece.labels.pop(0)
         if label is None:
-            full = self.names.get(args[place].data_ptr(), "") if place >= 0 else ""
+            full = self.names.get(args[place].data_ptr(), "") if place >= 0 and not traced else ""
             prefix = full.removesuffix(name).rstrip(".") if full.endswith(name) else ""
             label = piece.labels[owner] = Label(prefix, self._turns.get(prefix, 0))
         self._turns[label.prefix] = max(self._turns.get(label.prefix, 0), label.turn + 1)
@@ -201,7 +205,7 @@ class _Split(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward, split by what the chooser says."""
         joint = joint_of(gm, num_fwd_outputs, static_lifetime_input_indices or (), fuses=self.piece.source.fuses)
-        if not joint.graph.saves:
+        if joint.graph.backwards[0] == len(joint.graph.ops) - 1:  # no operation behind what happens outside
             return keep_all(gm, joint_inputs, num_fwd_outputs, static_lifetime_input_indices or ())
         if self.piece.joint is None:
             self.piece.joint = joint
