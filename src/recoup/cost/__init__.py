@@ -1,1 +1,16 @@
-"""Part of Recoup."""
+"""What things cost: devices as data, a roofline with stated efficiencies, collectives over links. No framework."""
+
+from recoup.cost.device import Device, Link, device, device_names
+from recoup.cost.links import collective_seconds
+from recoup.cost.roofline import attention_seconds, matmul_seconds, memory_seconds
+
+__all__ = [
+    "Device",
+    "Link",
+    "attention_seconds",
+    "collective_seconds",
+    "device",
+    "device_names",
+    "matmul_seconds",
+    "memory_seconds",
+]

@@ -1,0 +1,175 @@
+"""Ways to run one layer: what one micro-batch leaves there, what its backward needs, the seconds that it adds.
+
+A layer's step graph is solved by the shared program under a price on each kept byte, swept from high to low: under m
+micro-batches in flight a kept byte costs m bytes of memory, so that the answers to all prices are the answers for all
+stages. What a way costs is read off the simulator. The named recipes are judged the same way, and are among the ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from recoup.job.graph import LayerGraph
+from recoup.job.table import Table
+from recoup.plan import Capabilities
+from recoup.simulate.index import replays
+from recoup.simulate.judge import run
+from recoup.solve.program import Program
+from recoup.solve.windows import windows
+
+__all__ = ["JOB", "NAMED", "Dish", "dish", "dishes", "named_dish", "recomputed_by"]
+
+JOB = Capabilities(name="live", keeps_unsaved=True, replays_random=True, rebuilds_again=False)
+"""An executor without overheads: on a device that is kept busy they hide behind its kernels."""
+
+NAMED = ("none", "selective", "full")
+_PRICES = 12
+_SQUARE = ("scores", "probs", "dropped", "mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Dish:
+    """One way to run a layer.
+
+    Attributes:
+        name: of the recipe, or ``priced``.
+        recompute: names of the tensors that are recomputed.
+        offload: names of the tensors that wait in host memory.
+        kept_bytes: left by one micro-batch until its backward, what enters the layer included.
+        working_bytes: beside that at the worst moment of the backward (gradients, copies, scratch).
+        forward_bytes: beside that at the worst moment of the forward.
+        replay_seconds: of recomputation.
+        replay_flops: of recomputation.
+        offload_bytes: sent to the host and back.
+        wait_seconds: of copies to and from the host that do not hide behind the layer's own compute.
+        hidden_seconds: of ``replay_seconds`` those that run while a collective does.
+    """
+
+    name: str
+    recompute: frozenset[str]
+    offload: frozenset[str]
+    kept_bytes: int
+    working_bytes: int
+    forward_bytes: int
+    replay_seconds: float
+    replay_flops: int
+    offload_bytes: int = 0
+    wait_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+
+    @property
+    def added_seconds(self) -> float:
+        """What it adds to the layer's forward and backward."""
+        return self.replay_seconds - self.hidden_seconds + self.wait_seconds
+
+
+def recomputed_by(table: Table, recipe: str) -> frozenset[str]:
+    """What a named recipe recomputes.
+
+    ``none`` nothing; ``full`` and ``block`` all that the layer makes; ``selective`` the attention square (Korthikanti et al. 2022), of which
+    fused attention has none; ``alternate`` all but attention and every other product (torchtitan's selective checkpointing).
+
+    Raises:
+        KeyError: no recipe has that name.
+    """
+    made = [tensor.name for row in table.rows for tensor in row.makes]
+    if recipe == "selective":
+        return frozenset(name for name in made if name.removeprefix("cross_") in _SQUARE)
+    if recipe == "alternate":
+        return frozenset(made) - _alternate(table)
+    return {"none": frozenset[str](), "full": frozenset(made), "block": frozenset(made)}[recipe]
+
+
+def _alternate(table: Table) -> frozenset[str]:
+    """Attention, and the first, third, ... of the products (each column block of a fused one counts)."""
+    kept, count = [], 0
+    for row in table.rows:
+        if any(work.kind == "attention" for work in row.forward):
+            kept += [tensor.name for tensor in row.makes]
+        elif any(work.kind == "matmul" and work.low for work in row.forward):
+            for tensor in row.makes:
+                count += 1
+                if count % 2:
+                    kept.append(tensor.name)
+    return frozenset(kept)
+
+
+def dish(layer: LayerGraph, recompute: Iterable[str], name: str = "priced", *, hide: bool = False) -> Dish:
+    """A way that recomputes these tensors, simulated."""
+    chosen = frozenset(recompute)
+    found = run(layer.graph, frozenset(layer.storages[tensor] for tensor in chosen))
+    ops = layer.graph.ops
+    kept = int(found.bytes_at[layer.pause])
+    seconds = sum(ops[op].seconds for op in found.replayed.ops)
+    return Dish(
+        name=name, recompute=chosen, offload=frozenset(), kept_bytes=kept,
+        working_bytes=max(int(found.bytes_at[layer.pause :].max()) - kept, 0),
+        forward_bytes=max(int(found.bytes_at[: layer.pause].max()) - kept, 0),
+        replay_seconds=seconds, replay_flops=sum(ops[op].flops for op in found.replayed.ops), hidden_seconds=min(_window(layer, hide), seconds),
+    )  # fmt: skip
+
+
+def named_dish(layer: LayerGraph, recipe: str, *, hide: bool = False) -> Dish:
+    """A named recipe as its executors run it.
+
+    ``full`` re-runs the whole layer, the last product and its collective included, before the layer's backward begins, as
+    Megatron-LM's full recomputation and reentrant ``torch.utils.checkpoint`` do; ``block`` stops at the last tensor that the
+    backward reads, as ``torch.utils.checkpoint`` does otherwise.
+
+    Raises:
+        KeyError: no recipe has that name.
+    """
+    found = dish(layer, recomputed_by(layer.table, recipe), recipe, hide=hide)
+    if recipe not in ("full", "block"):
+        return found
+    # All is rebuilt before anything is let go of.
+    plain = dish(layer, (), "none")
+    found = replace(
+        found, working_bytes=plain.kept_bytes + plain.working_bytes - found.kept_bytes,
+        forward_bytes=plain.kept_bytes + plain.forward_bytes - found.kept_bytes,
+    )  # fmt: skip
+    if recipe == "block":
+        return found
+    seconds = layer.prices.forward_seconds
+    return replace(found, replay_seconds=seconds, replay_flops=layer.table.flops, hidden_seconds=min(_window(layer, hide), seconds))
+
+
+def _window(layer: LayerGraph, hide: bool) -> float:
+    """Seconds of collectives in the backward beyond what gradients of weights, which go first, fill."""
+    return max(layer.prices.exposed_seconds - layer.prices.weight_seconds, 0.0) if hide else 0.0
+
+
+def dishes(layer: LayerGraph, *, hide: bool = False) -> tuple[Dish, ...]:
+    """The ways worth having: none that another one beats in bytes kept, bytes at work and seconds; the named ones among them."""
+    found = [named_dish(layer, recipe, hide=hide) for recipe in NAMED]
+    found += [dish(layer, names, hide=hide) for names in _choices(layer)]
+    best: list[Dish] = []
+    for item in sorted(found, key=lambda item: (*_figures(item), item.name == "priced")):
+        if not any(all(a <= b for a, b in zip(_figures(other), _figures(item), strict=True)) for other in best):
+            best.append(item)
+    return tuple(best)
+
+
+def _figures(item: Dish) -> tuple[float, int, int]:
+    return item.added_seconds, item.kept_bytes, item.working_bytes
+
+
+def _choices(layer: LayerGraph) -> list[frozenset[str]]:
+    """The best at each of several prices of a kept byte, and everything."""
+    index = replays(layer.graph)
+    frame = windows(index, JOB)
+    names = {number: name for name, number in layer.storages.items()}
+    everything = frozenset(names[v] for v in frame.dropping)
+    found = [everything]
+    rates = [layer.graph.ops[op].seconds / index.bytes[v] for v in sorted(frame.needed) for op in index.ops_of[v][:1] if index.bytes[v]]
+    if not rates:
+        return found
+    program = Program(index, JOB, frame)
+    for price in np.geomspace(max(rates) * 4, max(min(rates), max(rates) * 1e-4) / 2, _PRICES):
+        chosen = program.priced(float(price))
+        if chosen is not None and (recompute := frozenset(names[v] for v in chosen)) not in found:
+            found.append(recompute)
+    return found
