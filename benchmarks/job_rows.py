@@ -1,7 +1,7 @@
 """Published figures as jobs: every row of ``benchmarks/data`` that the planner can be asked about, with what was published.
 
-Rows are split by their place: of each group (a table's rows on one device) every second row, from the first, may be used to fit
-constants; the others are held out. ``Row.use`` says which: ``fitted``, ``held out``, or ``none fitted`` for tables from which
+Rows are split by their place: of each four of a group (a table's rows on one device and precision) the first and the last may be
+used to fit constants; the other two are held out. ``Row.use`` says which: ``fitted``, ``held out``, or ``none fitted`` for tables from which
 no constant is taken at all.
 """
 
@@ -22,7 +22,10 @@ __all__ = ["DATA", "FSDP", "Row", "korthikanti", "mpt", "read", "simumax", "torc
 DATA = Path(__file__).parent / "data"
 
 # The attention kernels of 2023 reached less than those that the devices' data are about, and FSDP hid less; by benchmarks/job_fit.py.
-MPT_KERNELS = {"a100": {"attention_share": 0.54, "hidden_share": 0.31}, "h100": {"attention_share": 0.48, "hidden_share": 0.71}}
+MPT_KERNELS = {"a100": {"attention_share": 0.54, "hidden_share": 0.31}, "h100": {"attention_share": 0.495, "hidden_share": 0.355}}
+
+# Asynchronous tensor parallelism in torchtitan, by benchmarks/job_fit.py.
+TITAN_TENSOR_HIDDEN = 0.776
 
 # Sharded weights and states in four bytes; layers compute with copies in two.
 FSDP = Numbers(weight_bytes=4, master_bytes=0, optimizer_bytes=8, gradient_bytes=4, reduced_bytes=4)
@@ -61,6 +64,10 @@ class Row:
     def error(self) -> float:
         """Relative error of the prediction."""
         return self.predicted() / self.published - 1
+
+
+def _use(place: int) -> str:
+    return "fitted" if place % 4 in (0, 3) else "held out"
 
 
 def read(name: str, folder: Path = DATA) -> list[dict[str, str]]:
@@ -111,7 +118,7 @@ def mpt(folder: Path = DATA) -> Iterator[Row]:
         place = seen[group] = seen.get(group, -1) + 1
         yield Row(
             "llm-foundry MPT", f"{row['model']} sequence {row['seq']}, {row['gpus']} devices, micro-batch {row['micro_batch']}", group,
-            "held out" if place % 2 else "fitted", "mfu", float(row["mfu"]) / 100, lambda row=row: mpt_job(row),
+            _use(place), "mfu", float(row["mfu"]) / 100, lambda row=row: mpt_job(row),
             "block" if row["act_ckpt"] == "True" else "none", lambda estimate: estimate.mfu / (2 if estimate.job.numbers.precision == "fp8" else 1),
         )  # fmt: skip
 
@@ -158,7 +165,7 @@ def torchtitan(folder: Path = DATA) -> Iterator[Row]:
             f" sequence {row['seq']} {row['ac']} {row['precision']}{' compiled' if row['compile'] == '1' else ''}"
             f"{' async' if row['async_tp'] == '1' else ''}{' ' + row['schedule'] if row['schedule'] else ''}"
         )
-        use = "held out" if place % 2 else "fitted"
+        use = _use(place)
         recipe = "block" if row["ac"] == "full" else "alternate"
         yield Row(
             "torchtitan", name, group, use, "tokens/s/device", float(row["tps_per_gpu"]), lambda row=row: torchtitan_job(row), recipe,
@@ -190,7 +197,8 @@ def torchtitan_job(row: dict[str, str]) -> Job:
         micro_batch=micro, global_batch=fsdp * int(row["local_batch"]), sequence=int(row["seq"]),
     )  # fmt: skip
     kernels = Kernels(
-        fused_activation=compiled, fused_elementwise=compiled, fused_rope=compiled, loss="plain", overlap_tensor=row["async_tp"] == "1"
+        fused_activation=compiled, fused_elementwise=compiled, fused_rope=compiled, loss="inplace" if row["hw"].startswith("H200") else "plain",
+        overlap_tensor=row["async_tp"] == "1", tensor_hidden_share=TITAN_TENSOR_HIDDEN,
     )  # fmt: skip
     precision, scaling = "fp8" if row["precision"].startswith("fp8") else "bf16", "row" if row["precision"].endswith("rowwise") else "tensor"
     numbers = Numbers(precision=precision, scaling=scaling, weight_bytes=4, master_bytes=0)

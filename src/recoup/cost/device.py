@@ -76,6 +76,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         bytes_per_second: of one device, one direction, by the datasheet.
         efficiency: share of that which a ring of large messages reaches.
         latency_seconds: of one step of a ring.
+        start_seconds: of beginning any collective.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     bytes_per_second: float
     efficiency: float
     latency_seconds: float
+    start_seconds: float = 0.0
     provenance: Provenance = "assumed"
     source: str = ""
 

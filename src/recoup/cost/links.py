@@ -2,9 +2,9 @@
 
 A ring over n devices passes ``bytes`` (the whole, unsharded size) in n - 1 steps:
 
-    all_gather, reduce_scatter, all_to_all   (n - 1) / n * bytes / rate + (n - 1) * latency
+    all_gather, reduce_scatter, all_to_all   (n - 1) / n * bytes / rate + (n - 1) * latency + start
     all_reduce                               twice that
-    send                                     bytes / rate + latency
+    send                                     bytes / rate + latency + start
 
 A group that spans domains is run level by level: within each domain first, then across domains by all its members at once, which
 carry the part that is left (NCCL's rings and trees reach the same bytes through the same wires).
@@ -37,7 +37,7 @@ def collective_seconds(device: Device, kind: str, size_bytes: float, devices: in
         raise UsageError(f"no collective is called {kind!r}; there are {', '.join(COLLECTIVES)}")
     if kind == "send":
         link = link_between(device, stride * 2 if devices < 2 else stride * devices)
-        return size_bytes / _rate(link) + link.latency_seconds if size_bytes else 0.0
+        return size_bytes / _rate(link) + link.latency_seconds + link.start_seconds if size_bytes else 0.0
     if devices < 2 or not size_bytes:
         return 0.0
     once = _levels(device, size_bytes, devices, stride)
@@ -60,7 +60,7 @@ def _levels(device: Device, size_bytes: float, devices: int, stride: int) -> flo
 
 
 def _ring(link: Link, size_bytes: float, devices: int) -> float:
-    return (devices - 1) / devices * size_bytes / _rate(link) + (devices - 1) * link.latency_seconds
+    return (devices - 1) / devices * size_bytes / _rate(link) + (devices - 1) * link.latency_seconds + link.start_seconds
 
 
 def _rate(link: Link) -> float:

@@ -108,8 +108,10 @@ def _moves(shape: Shape, behind: Literal["", "own"] = "") -> tuple[Transfer, ...
 
 def _dispatch(shape: Shape) -> Row:
     size = 2 * _copies(shape) * shape.model.hidden
+    left = size * shape.kernels.expert_copies
+    makes = (Tensor("dispatched", size), Tensor("permuted", left)) if left else (Tensor("dispatched", size),)
     return Row(
-        "dispatched", "mlp", ("norm2", "routing"), (Tensor("dispatched", size),), ("routing",),
+        "dispatched", "mlp", ("norm2", "routing"), makes, ("routing", "permuted") if left else ("routing",),
         forward=(Work.moving(4 * size, 4),), data=(Work.moving(4 * size, 4),), sends=_moves(shape), returns=_moves(shape),
     )  # fmt: skip
 

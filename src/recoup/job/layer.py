@@ -65,7 +65,21 @@ def head_table(shape: Shape) -> Table:
         weight=(Work.gradient(1, hidden, words, tokens),), sends=sends, returns=returns,
         weights=0 if model.tied else words * hidden,
     )  # fmt: skip
-    return Table("head", Tensor("x", shape.stream_bytes), (norm(shape, "final_norm", "x", "head"), product, _loss(shape, logits)))
+    rows = (norm(shape, "final_norm", "x", "head"), *_before(shape), product, _loss(shape, logits))
+    return Table("head", Tensor("x", shape.stream_bytes), rows)
+
+
+def _before(shape: Shape) -> tuple[Row, ...]:
+    """Products of the head before the vocabulary's, on every device of the group alike."""
+    hidden, tokens = shape.model.hidden, shape.tokens
+    return tuple(
+        Row(
+            f"head_product{place}", "head", ("final_norm",), (Tensor(f"head_product{place}", 2 * tokens * hidden),), ("final_norm",),
+            forward=(Work.product(1, tokens, hidden, hidden),), data=(Work.product(1, tokens, hidden, hidden),),
+            weight=(Work.gradient(1, hidden, hidden, tokens),), whole=hidden * hidden,
+        )
+        for place in range(shape.model.head_products)
+    )  # fmt: skip
 
 
 def _loss(shape: Shape, logits: int) -> Row:
@@ -76,9 +90,9 @@ def _loss(shape: Shape, logits: int) -> Row:
             "loss", "head", ("logits",), (tokens,), ("logits",), forward=(Work.moving(2 * logits, 2),), data=(Work.moving(2 * logits),)
         )  # fmt: skip
     copies = 1 if shape.kernels.loss == "inplace" else 2
-    # Beside the copy in four bytes a plain loss makes its logarithm, and in the backward the gradients of both.
+    # A plain loss makes the gradient of its copy beside that of the logits.
+    scratch = 2 * logits if shape.kernels.loss == "plain" else 0
     return Row(
         "loss", "head", ("logits",), (tokens, Tensor("softmax", 2 * copies * logits)), ("softmax",),
-        forward=(Work.moving(11 * logits, 6),), data=(Work.moving((5 if copies == 1 else 9) * logits, 3),),
-        scratch=(copies - 1) * 2 * logits,
+        forward=(Work.moving(11 * logits, 6),), data=(Work.moving((5 if copies == 1 else 9) * logits, 3),), scratch=scratch,
     )  # fmt: skip

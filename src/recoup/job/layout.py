@@ -34,7 +34,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         micro_batch: sequences that one device sees at once.
         global_batch: sequences of one step, all replicas together.
         sequence: tokens of a sequence.
-        edge_layers: layers of the first and of the last stage, if they are not to have as many as the others.
+        edge_layers: layers of the first and of the last part (stage, or virtual stage), if they are not to have as many as the others.
     """
 
     tensor: int = 1
@@ -86,13 +86,17 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     Attributes:
         attention: ``flash`` keeps no square, ``explicit`` keeps the probabilities.
         fused_activation: the activation of the feed-forward network is one kernel that saves its input alone.
-        loss: ``fused`` works in place on logits of two bytes, ``inplace`` on a copy in four (Megatron-LM's), ``plain`` makes copy,
-            logarithm and gradient in four each (``torch.nn.functional.cross_entropy``).
+        loss: ``fused`` works in place on logits of two bytes, ``inplace`` on a copy in four (Megatron-LM's), ``compiled`` makes copy and
+            exponent in four each, ``plain`` copy, logarithm and gradient (``torch.nn.functional.cross_entropy``).
+        expert_copies: copies of each token that permuting them for their experts and back leaves, beside those that the experts' products
+            and the weighing read: 0 if permutation is fused.
         fused_elementwise: chains of element-wise kernels run as one (``torch.compile``, hand-written fusions).
         fused_rope: rotary embedding is one kernel.
         overlap_tensor: products overlap the collectives of tensor parallelism in the forward too (asynchronous tensor parallelism).
         overlap_gradients: gradients are reduced, and sharded weights gathered, while the layers compute.
         gradient_sync: ``step`` reduces gradients once a step, ``micro`` for every micro-batch.
+        tensor_hidden_share: share of a product that a collective of tensor parallelism beside it hides behind: both want the same
+            memory and some of the same cores.
         hidden_share: share of a layer's compute that exchange between replicas hides behind.
         attention_share: share of the device's efficiency of fused attention that this kernel reaches (older ones less).
         hide_recompute: recomputation runs while a collective of the backward does (an executor that reorders, as Recoup's can).
@@ -100,12 +104,14 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     attention: Literal["flash", "explicit"] = "flash"
     fused_activation: bool = True
-    loss: Literal["fused", "inplace", "plain"] = "inplace"
+    loss: Literal["fused", "inplace", "compiled", "plain"] = "inplace"
+    expert_copies: int = 0
     fused_elementwise: bool = True
     fused_rope: bool = True
     overlap_tensor: bool = False
     overlap_gradients: bool = True
     gradient_sync: Literal["step", "micro"] = "step"
+    tensor_hidden_share: float = 0.8
     hidden_share: float = 0.9
     attention_share: float = 1.0
     hide_recompute: bool = False
@@ -181,12 +187,16 @@ def _check_pipeline(model: Model, layout: Layout) -> None:
         raise UsageError("layout field `chunks` must be at least 2 with `schedule` interleaved")
     if layout.chunks > 1 and layout.pipeline == 1:
         raise UsageError("layout field `chunks` needs `pipeline` above 1")
+    parts = layout.pipeline * layout.chunks
     if layout.edge_layers is not None:
         middle = model.layers - sum(layout.edge_layers)
-        if layout.pipeline < 3 or layout.chunks > 1 or middle < 0 or middle % (layout.pipeline - 2):
-            raise UsageError(f"layout field `edge_layers`: {layout.edge_layers} does not leave an even split of {model.layers} layers")
+        if parts < 3 or min(layout.edge_layers) < 0 or middle < 0 or middle % (parts - 2):
+            raise UsageError(
+                f"layout field `edge_layers`: {layout.edge_layers} does not leave {model.layers} layers to be split evenly over"
+                f" {max(parts - 2, 0)} other parts"
+            )
         return
-    _divides(layout.pipeline * layout.chunks, "pipeline * chunks", model.layers, "model layers")
+    _divides(parts, "pipeline * chunks", model.layers, "model layers")
 
 
 def _check_experts(model: Model, layout: Layout) -> None:

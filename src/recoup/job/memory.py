@@ -113,12 +113,15 @@ def head_bytes(table: Table, shape: Shape) -> int:
     return table.entering.bytes + gathered + scratch + sum(tensor.bytes for row in table.rows for tensor in row.makes)
 
 
-def gathered_bytes(layout: Layout, largest: int, whole: int) -> int:
-    """Weights that are whole for a while: of two layers, one at work and the next, and the gradients of one."""
+def gathered_bytes(layout: Layout, numbers: Numbers, largest: int, whole: int) -> int:
+    """Weights that are whole for a while: of two layers, one at work and the next, and the gradients of one.
+
+    Without resharding all weights stay whole; across a pipeline so do the gradients that micro-batches add to.
+    """
     if layout.zero < 3:
         return 0
     if not layout.reshard:
-        return _GATHERED_BYTES * (whole + largest)
+        return _GATHERED_BYTES * (whole + largest) + round(numbers.reduced_bytes * whole if layout.pipeline > 1 else 0)
     return _GATHERED_BYTES * 3 * largest
 
 
@@ -134,7 +137,7 @@ def stage_memory(
     working = max(working, max((group.way.forward_bytes for group in groups), default=0))
     return StageMemory(
         weights=weights, gradients=gradients, optimizer=optimizer,
-        gathered=gathered_bytes(layout, largest, parameters.total),
+        gathered=gathered_bytes(layout, numbers, largest, parameters.total),
         activations=activation_bytes(groups),
         ends=input_bytes(input_table, first_held) if stage.first else 0,
         head=head if head > working else 0,

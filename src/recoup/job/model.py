@@ -30,6 +30,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         tied: whether embedding and output share weights.
         positions: learned position embeddings, 0 for none.
         rope: rotary position embedding on queries and keys.
+        head_products: products of hidden by hidden that the head has before the vocabulary's (BERT: two, one of them its pooler).
         norm: ``layernorm`` or ``rmsnorm``.
         bias: whether linear layers have biases.
         attention_dropout: whether probabilities are dropped.
@@ -59,6 +60,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tied: bool = True
     positions: int = 0
     rope: bool = False
+    head_products: int = 0
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = True
     attention_dropout: bool = False
@@ -127,7 +129,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 _SIZES = (
-    "kv_heads", "head_dim", "ffn", "positions", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers",
+    "kv_heads", "head_dim", "ffn", "positions", "head_products", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers",
     "encoder_layers", "query_rank", "latent_rank", "rope_dim",
 )  # fmt: skip
 

@@ -17,10 +17,6 @@ from recoup.job.table import Row, Table, Transfer, Work
 
 __all__ = ["Price", "Prices", "price_table"]
 
-# Share of a kernel's time that a collective beside it can use: both want the same memory and some of the same cores.
-_HIDING = 0.8
-
-
 @dataclass(frozen=True, slots=True)
 class Price:
     """One row.
@@ -110,7 +106,7 @@ def _work(work: Work, device: Device, precision: str, share: float) -> float:
 def _exposed(one: Transfer, device: Device, shape: Shape, hiding: dict[str, float]) -> float:
     devices, stride = _group(one, shape)
     seconds = collective_seconds(device, one.kind, one.bytes, devices, stride)
-    return max(0.0, seconds - _HIDING * hiding.get(one.behind, 0.0)) if one.behind else seconds
+    return max(0.0, seconds - shape.kernels.tensor_hidden_share * hiding.get(one.behind, 0.0)) if one.behind else seconds
 
 
 def _group(one: Transfer, shape: Shape) -> tuple[int, int]:
