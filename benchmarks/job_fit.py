@@ -80,11 +80,12 @@ def _in(table: str, *groups: str) -> Callable[[Row], bool]:
 
 
 _A100 = ("a100-80g", "a100-40g")
+_A100_GROUPS = ("a100-80gb bf16", "a100-40gb bf16")
 
 
 CONSTANTS = (
-    Constant("MPT on A100: attention_share", 0.5, _in("llm-foundry MPT", "a100-80gb bf16", "a100-40gb bf16"), _kernels("attention_share", _A100)),
-    Constant("MPT on A100: hidden_share", 0.9, _in("llm-foundry MPT", "a100-80gb bf16", "a100-40gb bf16"), _kernels("hidden_share", _A100)),
+    Constant("MPT on A100: attention_share", 0.5, _in("llm-foundry MPT", *_A100_GROUPS), _kernels("attention_share", _A100)),
+    Constant("MPT on A100: hidden_share", 0.9, _in("llm-foundry MPT", *_A100_GROUPS), _kernels("hidden_share", _A100)),
     Constant("h100 matmul.ceiling", 0.62, _in("llm-foundry MPT", "h100-80gb bf16"), _matmul("h100", "ceiling")),
     Constant("MPT on H100: hidden_share", 0.5, _in("llm-foundry MPT", "h100-80gb bf16"), _kernels("hidden_share", ("h100",))),
     Constant("MPT on H100: attention_share", 0.5, _in("llm-foundry MPT", "h100-80gb bf16"), _kernels("attention_share", ("h100",))),
@@ -94,7 +95,8 @@ CONSTANTS = (
     Constant("h100-96g-500w matmul.fp8_tensor", 0.7, _in("torchtitan", "h100 fp8"), _matmul("h100-96g-500w", "fp8_tensor")),
     Constant("h100-96g-500w matmul.fp8_row", 0.4, _in("torchtitan", "h100 fp8"), _matmul("h100-96g-500w", "fp8_row")),
     Constant(
-        "torchtitan: tensor_hidden_share", 0.8, _in("torchtitan", "h100 fp8", "h100 bf16"), _kernels("tensor_hidden_share", ("h100-96g-500w",))
+        "torchtitan: tensor_hidden_share", 0.8, _in("torchtitan", "h100 fp8", "h100 bf16"),
+        _kernels("tensor_hidden_share", ("h100-96g-500w",))
     ),
     Constant("h200 matmul.fp8_tensor", 0.7, _in("torchtitan", "h200 fp8"), _matmul("h200", "fp8_tensor")),
 )  # fmt: skip

@@ -110,7 +110,12 @@ def _unmodelled(case: str, values: dict[str, str]) -> str:
 
 def _predicted(case: str, values: dict[str, str], environment: str, where: str) -> int:
     model = golden_model(case, values)
-    job = Job(model, _layout(case, values, model, environment), device({"a100": "a100-80g", "h100": "h100"}.get(where, where)), *_rest(case, values, environment))
+    job = Job(
+        model,
+        _layout(case, values, model, environment),
+        device({"a100": "a100-80g", "h100": "h100"}.get(where, where)),
+        *_rest(case, values, environment),
+    )
     # Gradients of logits wait in two bytes, of two micro-batches, if the product that reads them is put off.
     waiting = 2 if "defer_embedding_wgrad" in case else 0
     logits = 2 * job.shape.tokens * (model.vocab // job.layout.tensor)
@@ -141,7 +146,8 @@ def golden_model(case: str, values: dict[str, str]) -> Model:
         positions=0 if rope else number("max-position-embeddings", values.get("seq-length", 0)), rope=rope,
         norm="rmsnorm" if values.get("normalization") == "RMSNorm" else "layernorm", bias=bias,
         attention_dropout=float(values.get("attention-dropout", 0.1)) > 0, hidden_dropout=float(values.get("hidden-dropout", 0.1)) > 0,
-        causal=family != "bert", experts=number("num-experts"), experts_per_token=number("moe-router-topk", 2) if "num-experts" in values else 0,
+        causal=family != "bert", experts=number("num-experts"),
+        experts_per_token=number("moe-router-topk", 2) if "num-experts" in values else 0,
         expert_ffn=number("moe-ffn-hidden-size"), shared_ffn=number("moe-shared-expert-intermediate-size"), dense_layers=_dense(values),
         query_rank=number("q-lora-rank") if latent else 0, latent_rank=number("kv-lora-rank", 32) if latent else 0,
         rope_dim=number("qk-pos-emb-head-dim", 64) if latent else 0, head_products=2 if family == "bert" else 0,
@@ -155,7 +161,11 @@ def _dense(values: dict[str, str]) -> int:
 
 def _layout(case: str, values: dict[str, str], model: Model, environment: str) -> Layout:
     number = lambda key, default=1: int(values.get(key, default) or default)  # noqa: E731
-    tensor, pipeline, context = number("tensor-model-parallel-size"), number("pipeline-model-parallel-size"), number("context-parallel-size")
+    tensor, pipeline, context = (
+        number("tensor-model-parallel-size"),
+        number("pipeline-model-parallel-size"),
+        number("context-parallel-size"),
+    )
     expert = number("expert-model-parallel-size")
     in_expert = number("expert-tensor-parallel-size", tensor)
     devices = 64 if "release" in case else 4 if "1node" in case or "1N4G" in case else 8
@@ -194,7 +204,10 @@ def _rest(case: str, values: dict[str, str], environment: str) -> tuple[Kernels,
         explicit = False
     else:
         # Not said: the local implementation has only the explicit kernel, and so has Transformer Engine in the oldest environment.
-        explicit = values.get("transformer-impl", "local" if case.startswith("gpt") else "transformer_engine") == "local" or "dracooci" in environment
+        explicit = (
+            values.get("transformer-impl", "local" if case.startswith("gpt") else "transformer_engine") == "local"
+            or "dracooci" in environment
+        )
     loss = "compiled" if values.get("cross-entropy-loss-fusion") == "true" else "inplace"
     copies = 0 if family_of(case) == "mixtral" else EXPERT_COPIES
     kernels = Kernels(attention="explicit" if explicit else "flash", loss=loss, expert_copies=copies)
@@ -210,7 +223,9 @@ def fitted(rows: Sequence[Golden]) -> dict[str, int]:
     """What stands beside the model on each kind of device: the median over the fitted rows."""
     found: dict[str, int] = {}
     for name, start in FIXED_BYTES.items():
-        left = [row.recorded_bytes - row.predicted_bytes for row in rows if row.use == "fitted" and row.predicted_bytes and row.device == name]
+        left = [
+            row.recorded_bytes - row.predicted_bytes for row in rows if row.use == "fitted" and row.predicted_bytes and row.device == name
+        ]
         found[name] = round(statistics.median(left)) if left else start
     return found
 
@@ -224,22 +239,32 @@ def summary(rows: Sequence[Golden], fixed: dict[str, int]) -> list[str]:
             missing = sum(row.kind == kind and row.use == use and row.predicted_bytes is None for row in rows)
             if errors:
                 near = sum(error <= 0.1 for error in errors) / len(errors)
-                lines.append(f"{kind:5} {use:8} {len(errors):4} rows, median {statistics.median(errors):.2%}, within 10 %: {near:.1%}; {missing} not modelled")
+                lines.append(
+                    f"{kind:5} {use:8} {len(errors):4} rows, median {statistics.median(errors):.2%},"
+                    f" within 10 %: {near:.1%}; {missing} not modelled"
+                )
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints every row and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, default=DATA / "megatron_golden_memory.csv", help="table of the same form (default: %(default)s)")
-    parser.add_argument("--fit", action="store_true", help="print the constants fitted on the fitted rows, instead of taking those that stand")
+    parser.add_argument(
+        "--rows", type=Path, default=DATA / "megatron_golden_memory.csv", help="table of the same form (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="print the constants fitted on the fitted rows, instead of taking those that stand"
+    )
     options = parser.parse_args(argv)
     rows = golden_rows(options.rows)
     fixed = fitted(rows) if options.fit else FIXED_BYTES
     for row in rows:
         shown = f"{row.error(fixed):+.1%}" if row.predicted_bytes else row.why
         predicted = (row.predicted_bytes or 0) + fixed[row.device] if row.predicted_bytes else 0
-        print(f"{row.use:8} {row.kind:5} {row.environment:24} {predicted / _MIB:9.0f} {row.recorded_bytes / _MIB:9.0f} MiB {shown:8} {row.case}")
+        print(
+            f"{row.use:8} {row.kind:5} {row.environment:24} {predicted / _MIB:9.0f} {row.recorded_bytes / _MIB:9.0f} MiB"
+            f" {shown:8} {row.case}"
+        )
     print({name: f"{value / _MIB:.1f} MiB" for name, value in fixed.items()})
     print("\n".join(summary(rows, fixed)))
 

@@ -1,7 +1,8 @@
 """Published figures as jobs: every row of ``benchmarks/data`` that the planner can be asked about, with what was published.
 
 Rows are split by their place: of each four of a group (a table's rows on one device and precision) the first and the last may be
-used to fit constants; the other two are held out. ``Row.use`` says which: ``fitted``, ``held out``, or ``none fitted`` for tables from which
+used to fit constants; the other two are held out. ``Row.use`` says which: ``fitted``, ``held out``,
+or ``none fitted`` for tables from which
 no constant is taken at all.
 """
 
@@ -91,7 +92,9 @@ def korthikanti(folder: Path = DATA) -> Iterator[Row]:
 
 def korthikanti_job(row: dict[str, str], *, sequence_parallel: bool) -> Job:
     """One of the four configurations."""
-    sizes = {key: int(row[key]) for key in ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "interleave", "global_batch", "micro_batch")}
+    sizes = {
+        key: int(row[key]) for key in ("layers", "hidden", "heads", "seq", "vocab", "tp", "pp", "interleave", "global_batch", "micro_batch")
+    }
     model = Model(
         name=row["model"], layers=sizes["layers"], hidden=sizes["hidden"], heads=sizes["heads"], vocab=sizes["vocab"],
         positions=sizes["seq"], attention_dropout=True, hidden_dropout=True,
@@ -119,7 +122,8 @@ def mpt(folder: Path = DATA) -> Iterator[Row]:
         yield Row(
             "llm-foundry MPT", f"{row['model']} sequence {row['seq']}, {row['gpus']} devices, micro-batch {row['micro_batch']}", group,
             _use(place), "mfu", float(row["mfu"]) / 100, lambda row=row: mpt_job(row),
-            "block" if row["act_ckpt"] == "True" else "none", lambda estimate: estimate.mfu / (2 if estimate.job.numbers.precision == "fp8" else 1),
+            "block" if row["act_ckpt"] == "True" else "none",
+            lambda estimate: estimate.mfu / (2 if estimate.job.numbers.precision == "fp8" else 1),
         )  # fmt: skip
 
 
@@ -161,7 +165,8 @@ def torchtitan(folder: Path = DATA) -> Iterator[Row]:
         group = f"{row['hw'].split('-')[0].lower()} {'fp8' if row['precision'].startswith('fp8') else 'bf16'}"
         place = seen[group] = seen.get(group, -1) + 1
         name = (
-            f"{row['model'].removeprefix('llama3.1-')} {row['gpus']} devices fsdp {row['fsdp']} tp {row['tp']} pp {row['pp']} cp {row['cp']}"
+            f"{row['model'].removeprefix('llama3.1-')} {row['gpus']} devices fsdp {row['fsdp']} tp {row['tp']}"
+            f" pp {row['pp']} cp {row['cp']}"
             f" sequence {row['seq']} {row['ac']} {row['precision']}{' compiled' if row['compile'] == '1' else ''}"
             f"{' async' if row['async_tp'] == '1' else ''}{' ' + row['schedule'] if row['schedule'] else ''}"
         )
@@ -197,10 +202,14 @@ def torchtitan_job(row: dict[str, str]) -> Job:
         micro_batch=micro, global_batch=fsdp * int(row["local_batch"]), sequence=int(row["seq"]),
     )  # fmt: skip
     kernels = Kernels(
-        fused_activation=compiled, fused_elementwise=compiled, fused_rope=compiled, loss="inplace" if row["hw"].startswith("H200") else "plain",
+        fused_activation=compiled, fused_elementwise=compiled, fused_rope=compiled,
+        loss="inplace" if row["hw"].startswith("H200") else "plain",
         overlap_tensor=row["async_tp"] == "1", tensor_hidden_share=TITAN_TENSOR_HIDDEN,
     )  # fmt: skip
-    precision, scaling = "fp8" if row["precision"].startswith("fp8") else "bf16", "row" if row["precision"].endswith("rowwise") else "tensor"
+    precision, scaling = (
+        "fp8" if row["precision"].startswith("fp8") else "bf16",
+        "row" if row["precision"].endswith("rowwise") else "tensor",
+    )
     numbers = Numbers(precision=precision, scaling=scaling, weight_bytes=4, master_bytes=0)
     return Job(model, layout, device("h200" if row["hw"].startswith("H200") else "h100-96g-500w"), kernels, numbers)
 
@@ -229,7 +238,8 @@ def simumax_job(case: str) -> Job | None:
     tensor, context, data = numbers["tp"] or 1, numbers["cp"] or 1, numbers["dp"] or 1
     layout = Layout(
         tensor=tensor, sequence_parallel=tensor > 1, context=context, pipeline=numbers["pp"] or 1, data=data, expert=numbers["ep"] or 1,
-        expert_tensor=1 if numbers["ep"] else 0, zero=1, micro_batch=1, global_batch=data * (numbers["mbc"] or 1), sequence=numbers["seq"] or 4096,
+        expert_tensor=1 if numbers["ep"] else 0, zero=1, micro_batch=1, global_batch=data * (numbers["mbc"] or 1),
+        sequence=numbers["seq"] or 4096,
     )  # fmt: skip
     return Job(model, layout, device("b200"), Kernels(loss="fused", overlap_gradients=False))
 
@@ -242,7 +252,8 @@ def _number(parts: list[str], key: str) -> int | None:
 def _simumax_model(case: str, layers: int) -> Model:
     if case.startswith("deepseekv3"):
         return Model(
-            name="DeepSeek-V3", layers=layers, hidden=7168, heads=128, head_dim=128, ffn=18432, gated=True, vocab=129280, tied=False, rope=True,
+            name="DeepSeek-V3", layers=layers, hidden=7168, heads=128, head_dim=128, ffn=18432, gated=True, vocab=129280, tied=False,
+            rope=True,
             norm="rmsnorm", bias=False, experts=256, experts_per_token=8, expert_ffn=2048, shared_ffn=2048, dense_layers=1,
             query_rank=1536, latent_rank=512, rope_dim=64,
         )  # fmt: skip

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from recoup import __version__
-from recoup.cli import doctor, fit, frontier, longest, record, show, solve, verify
+from recoup.cli import doctor, fit, frontier, job, longest, record, show, solve, verify
 
 __all__ = ["build_parser"]
 
-_VERBS = (record, solve, frontier, fit, longest, verify, show, doctor)
+_VERBS = (record, solve, frontier, fit, longest, job, verify, show, doctor)
 _EPILOG = """\
 A workload is a function in a Python file, FILE.py:FUNCTION, that returns (model, step): the torch.nn.Module and a callable
 of no arguments that runs one forward and backward pass. --set NAME=VALUE passes it a size.

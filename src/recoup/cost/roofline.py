@@ -12,12 +12,11 @@ from recoup.cost.device import Device
 __all__ = ["attention_seconds", "matmul_seconds", "memory_seconds"]
 
 
-def matmul_seconds(
-    device: Device, batch: int, m: int, n: int, k: int, precision: str = "bf16", accumulate: bool = False
-) -> float:
+def matmul_seconds(device: Device, batch: int, m: int, n: int, k: int, precision: str = "bf16", accumulate: bool = False) -> float:
     """Seconds of ``batch`` products of (m, k) and (k, n), two bytes each; ``2 * batch * m * n * k`` operations.
 
-    With ``accumulate`` they add to results in four bytes. Products are in ``bf16``, ``fp8_tensor`` or ``fp8_row`` (how operands are scaled).
+    With ``accumulate`` they add to results in four bytes. Products are in ``bf16``,
+    ``fp8_tensor`` or ``fp8_row`` (how operands are scaled).
 
     Raises:
         UsageError: the device does not have this precision.
@@ -50,4 +49,7 @@ def memory_seconds(device: Device, moved_bytes: float, kernels: int = 1) -> floa
     """Seconds of element-wise kernels that read and write so many bytes together."""
     if not moved_bytes:
         return 0.0
-    return moved_bytes / (device.memory_bytes_per_second * device.memory_efficiency.at(moved_bytes / kernels)) + kernels * device.kernel_seconds
+    return (
+        moved_bytes / (device.memory_bytes_per_second * device.memory_efficiency.at(moved_bytes / kernels))
+        + kernels * device.kernel_seconds
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recoup.job.graph import LayerGraph
+from recoup.job.graph import LayerGraph, layer_graph
 from recoup.job.table import Table
 from recoup.plan import Capabilities
 from recoup.simulate.index import replays
@@ -69,7 +69,8 @@ class Dish:
 def recomputed_by(table: Table, recipe: str) -> frozenset[str]:
     """What a named recipe recomputes.
 
-    ``none`` nothing; ``full`` and ``block`` all that the layer makes; ``selective`` the attention square (Korthikanti et al. 2022), of which
+    ``none`` nothing; ``full`` and ``block`` all that the layer makes; ``selective`` the attention square (Korthikanti et al. 2022),
+    of which
     fused attention has none; ``alternate`` all but attention and every other product (torchtitan's selective checkpointing).
 
     Raises:
@@ -108,7 +109,8 @@ def dish(layer: LayerGraph, recompute: Iterable[str], name: str = "priced", *, h
         name=name, recompute=chosen, offload=frozenset(), kept_bytes=kept,
         working_bytes=max(int(found.bytes_at[layer.pause :].max()) - kept, 0),
         forward_bytes=max(int(found.bytes_at[: layer.pause].max()) - kept, 0),
-        replay_seconds=seconds, replay_flops=sum(ops[op].flops for op in found.replayed.ops), hidden_seconds=min(_window(layer, hide), seconds),
+        replay_seconds=seconds, replay_flops=sum(ops[op].flops for op in found.replayed.ops),
+        hidden_seconds=min(_window(layer, hide), seconds),
     )  # fmt: skip
 
 
@@ -142,15 +144,66 @@ def _window(layer: LayerGraph, hide: bool) -> float:
     return max(layer.prices.exposed_seconds - layer.prices.weight_seconds, 0.0) if hide else 0.0
 
 
-def dishes(layer: LayerGraph, *, hide: bool = False) -> tuple[Dish, ...]:
-    """The ways worth having: none that another one beats in bytes kept, bytes at work and seconds; the named ones among them."""
+def dishes(layer: LayerGraph, *, hide: bool = False, host_bytes_per_second: float = 0.0) -> tuple[Dish, ...]:
+    """The ways worth having: none that another one beats in bytes kept, bytes at work and seconds; the named ones among them.
+
+    With a link to host memory some tensors of each way wait there, see :func:`_offloaded`.
+    """
     found = [named_dish(layer, recipe, hide=hide) for recipe in NAMED]
     found += [dish(layer, names, hide=hide) for names in _choices(layer)]
+    if host_bytes_per_second:
+        found += _offloaded(layer, found, host_bytes_per_second, hide)
     best: list[Dish] = []
     for item in sorted(found, key=lambda item: (*_figures(item), item.name == "priced")):
         if not any(all(a <= b for a, b in zip(_figures(other), _figures(item), strict=True)) for other in best):
             best.append(item)
     return tuple(best)
+
+
+def _offloaded(layer: LayerGraph, plain: list[Dish], rate: float, hide: bool) -> list[Dish]:
+    """Ways in which tensors wait in host memory.
+
+    Copies to the host run behind the layer's forward and copies back behind its backward; what is longer is charged. First
+    those tensors go that cost most to recompute for each byte, as many as hide; the program then chooses among the others.
+    And of each plain way all that it keeps goes.
+    """
+    hidden = min(layer.prices.forward_seconds, layer.prices.backward_seconds) * rate
+    index = replays(layer.graph)
+    sizes = {name: index.bytes[v] for name, v in layer.storages.items()}
+    saved = [name for name in layer.table.saved if sizes.get(name)]
+    worth = {name: sum(layer.graph.ops[op].seconds for op in index.ops_of[layer.storages[name]]) / sizes[name] for name in saved}
+    free: list[str] = []
+    for name in sorted(saved, key=lambda name: (-worth[name], name)):
+        if sum(sizes[item] for item in free) + sizes[name] <= hidden:
+            free.append(name)
+    found: list[Dish] = []
+    if free:
+        lighter = layer_graph(_without(layer.table, frozenset(free)), layer.prices, layer.graph.name)
+        for names in [frozenset[str](), *_choices(lighter)]:
+            found.append(_sent(layer, dish(layer, names - frozenset(free), hide=hide), frozenset(free), rate))
+    for way in plain:
+        found.append(_sent(layer, way, frozenset(name for name in saved if name not in way.recompute), rate))
+    return found
+
+
+def _without(table: Table, names: frozenset[str]) -> Table:
+    """The table with some tensors weightless."""
+    rows = tuple(
+        replace(row, makes=tuple(replace(item, bytes=0) if item.name in names else item for item in row.makes)) for row in table.rows
+    )
+    return replace(table, rows=rows)
+
+
+def _sent(layer: LayerGraph, way: Dish, names: frozenset[str], rate: float) -> Dish:
+    """A way of which some tensors go to the host and come back; two layers' at a time pass through the device."""
+    tensors = layer.table.tensors
+    size = sum(tensors[name].bytes for name in names)
+    seconds = size / rate
+    waits = max(seconds - layer.prices.forward_seconds, 0.0) + max(seconds - layer.prices.backward_seconds - way.replay_seconds, 0.0)
+    return replace(
+        way, name="priced", offload=names, kept_bytes=way.kept_bytes - size, working_bytes=way.working_bytes + 2 * size,
+        forward_bytes=way.forward_bytes + 2 * size, offload_bytes=size, wait_seconds=waits,
+    )  # fmt: skip
 
 
 def _figures(item: Dish) -> tuple[float, int, int]:

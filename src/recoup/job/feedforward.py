@@ -131,9 +131,9 @@ def _experts(shape: Shape) -> list[Row]:
         weight=(Work.gradient(here, model.hidden, wide, each, low=True),), weights=here * model.hidden * wide + bias, experts=True,
     )  # fmt: skip
     if model.gated:
-        middle = _gated(shape, "mlp.experts", *names, "expert_act", size)
+        middle = _gated(shape, "mlp.experts", "expert_gate", "expert_up", "expert_act", size)
     else:
-        middle = [_activation("mlp.experts", names[0], "expert_act", size)]
+        middle = [_activation("mlp.experts", "expert_wide", "expert_act", size)]
     last = Row(
         "expert_down", "mlp.experts", ("expert_act",), (Tensor("expert_down", 2 * copies * model.hidden),), ("expert_act",),
         forward=(Work.product(here, each, model.hidden, width, low=True),),

@@ -98,7 +98,8 @@ class _Builder:
             self.drafts[v].last_use = number
         self.ops.append(
             Op(
-                id=number, site=f"{module}/{name}", target=f"job.{name}", inputs=reads, outputs=tuple(self._ref(v) for v in (*outputs, *mutates)),
+                id=number, site=f"{module}/{name}", target=f"job.{name}", inputs=reads,
+                outputs=tuple(self._ref(v) for v in (*outputs, *mutates)),
                 mutates=mutates, seconds=seconds, flops=flops, scratch_bytes=scratch, flags=flags, module=module, phase=phase,
                 provenance="modelled",
             )

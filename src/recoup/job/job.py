@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -42,8 +42,8 @@ class Job:
     model: Model
     layout: Layout
     device: Device
-    kernels: Kernels = Kernels()
-    numbers: Numbers = Numbers()
+    kernels: Kernels = field(default_factory=Kernels)
+    numbers: Numbers = field(default_factory=Numbers)
     fixed_bytes: int = 0
 
     def __post_init__(self) -> None:

@@ -79,6 +79,21 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """How many devices share the states of one expert."""
         return max(self.sharded * self.tensor // (self.expert * self.in_expert), 1)
 
+    @property
+    def in_words(self) -> str:
+        """The layout as a person reads it."""
+        parts = [f"data {self.data}", f"tensor {self.tensor}{' with sequence parallelism' if self.sequence_parallel else ''}"]
+        if self.context > 1:
+            parts.append(f"context {self.context}")
+        if self.pipeline > 1:
+            parts.append(f"pipeline {self.pipeline} {self.schedule}{f' of {self.chunks} chunks' if self.chunks > 1 else ''}")
+        if self.expert > 1:
+            parts.append(f"expert {self.expert}")
+        if self.zero:
+            parts.append(f"ZeRO {self.zero}")
+        parts.append(f"micro-batch {self.micro_batch} of {self.global_batch} sequences of {self.sequence} tokens")
+        return ", ".join(parts)
+
 
 class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which kernels run.
@@ -99,6 +114,7 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             memory and some of the same cores.
         hidden_share: share of a layer's compute that exchange between replicas hides behind.
         attention_share: share of the device's efficiency of fused attention that this kernel reaches (older ones less).
+        offload: whether activations may wait in host memory.
         hide_recompute: recomputation runs while a collective of the backward does (an executor that reorders, as Recoup's can).
     """
 
@@ -114,6 +130,7 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     tensor_hidden_share: float = 0.8
     hidden_share: float = 0.9
     attention_share: float = 1.0
+    offload: bool = False
     hide_recompute: bool = False
 
 
@@ -217,10 +234,12 @@ def _check_batches(layout: Layout) -> None:
         raise UsageError(f"layout field `global_batch`: {layout.global_batch} is no multiple of data {layout.data}")
     if layout.pipeline > 1 and layout.global_batch % (layout.data * layout.micro_batch):
         raise UsageError(
-            f"layout field `micro_batch`: {layout.micro_batch} does not divide the {layout.global_batch // layout.data} sequences of a replica"
+            f"layout field `micro_batch`: {layout.micro_batch} does not divide a replica's {layout.global_batch // layout.data} sequences"
         )
     if layout.chunks > 1 and layout.micro_batches % layout.pipeline:
-        raise UsageError(f"layout field `chunks`: interleaving needs a multiple of pipeline {layout.pipeline}, not {layout.micro_batches} micro-batches")
+        raise UsageError(
+            f"layout field `chunks`: interleaving needs a multiple of pipeline {layout.pipeline}, not {layout.micro_batches} micro-batches"
+        )
 
 
 def _divides(divisor: int, field: str, whole: int, name: str) -> None:

@@ -17,6 +17,7 @@ from recoup.job.table import Row, Table, Transfer, Work
 
 __all__ = ["Price", "Prices", "price_table"]
 
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """One row.

@@ -22,6 +22,7 @@ from recoup.job.workshop import end_of, layer_of
 
 __all__ = ["StageSeconds", "StepSeconds", "stage_seconds", "step_seconds"]
 
+
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
     """One micro-batch through all layers of a stage.
@@ -115,8 +116,7 @@ def step_seconds(
     )  # fmt: skip
     slowest = max(range(len(stages)), key=lambda place: stages[place].total)
     exposed = max(
-        _exchanged(layout, kernels, numbers, device, one, owned, count)
-        for one, owned, count in zip(stages, parameters, units, strict=True)
+        _exchanged(layout, kernels, numbers, device, one, owned, count) for one, owned, count in zip(stages, parameters, units, strict=True)
     )
     update = max(_update(layout, numbers, device, owned) for owned in parameters)
     return StepSeconds(
@@ -141,7 +141,9 @@ def _exchanged(
     if not kernels.overlap_gradients:
         return backward + gathered
     # Gradients are complete, and leave, in the backward of the last micro-batch; weights arrive in the first forward.
-    return _uncovered(backward, one.data + one.weight, units, kernels.hidden_share) + _uncovered(gathered, one.forward, units, kernels.hidden_share)
+    return _uncovered(backward, one.data + one.weight, units, kernels.hidden_share) + _uncovered(
+        gathered, one.forward, units, kernels.hidden_share
+    )
 
 
 def _expert_exchange(layout: Layout, numbers: Numbers, device: Device, owned: Parameters) -> float:

@@ -55,7 +55,7 @@ class Work:
         return cls("matmul", 2 * batch * m * n * k, 0, (batch, m, n, k), low=low, accumulate=True)
 
     @classmethod
-    def moving(cls, moved_bytes: int, kernels: int = 1) -> Work:
+    def moving(cls, moved_bytes: float, kernels: int = 1) -> Work:
         """Element-wise kernels."""
         return cls("memory", 0, int(moved_bytes), (), kernels)
 

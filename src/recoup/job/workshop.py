@@ -47,7 +47,8 @@ def layer_of(shape: Shape, kind: str, device: Device, precision: str) -> LayerGr
 @lru_cache(maxsize=_SHAPES)
 def menu_of(shape: Shape, kind: str, device: Device, precision: str) -> tuple[Dish, ...]:
     """The ways to run a layer."""
-    return dishes(layer_of(shape, kind, device, precision), hide=shape.kernels.hide_recompute)
+    rate = device.host_bytes_per_second if shape.kernels.offload else 0.0
+    return dishes(layer_of(shape, kind, device, precision), hide=shape.kernels.hide_recompute, host_bytes_per_second=rate)
 
 
 @lru_cache(maxsize=_SHAPES)
