@@ -1,0 +1,110 @@
+"""Layers as step graphs: well formed, exact in bytes, and what a way costs adds up over layers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recoup.graph.rules import check
+from recoup.job.dishes import NAMED, dish, dishes, named_dish, recomputed_by
+from recoup.job.graph import layer_graph
+from recoup.job.layer import layer_table
+from recoup.job.layout import Kernels
+from recoup.job.pricing import price_table
+from recoup.job.shape import Shape
+from recoup.simulate.judge import run
+from tests.job.jobs import A100, gpt, shapes, stacked, table_of
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes())
+def test_graphs_are_well_formed_and_keep_what_the_table_says(shape: Shape) -> None:
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
+    check(layer.graph)
+    plain = dish(layer, ())
+    assert plain.kept_bytes == table.saved_bytes
+    assert plain.added_seconds == 0
+    assert named_dish(layer, "full").kept_bytes == table.entering.bytes
+    assert layer.graph.ops[layer.pause].seconds == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes(), st.integers(2, 4), st.data())
+def test_bytes_of_stacked_layers_add_up(shape: Shape, count: int, data: st.DataObject) -> None:
+    table = table_of(shape)
+    prices = price_table(table, A100, shape, "bf16")
+    layer = layer_graph(table, prices)
+    leaving = table.rows[-1].makes[0].name
+    names = data.draw(st.frozensets(st.sampled_from(sorted(name for name in layer.storages if name not in ("x", leaving)))))
+    one = dish(layer, names)
+    stack = layer_graph(*stacked(table, prices, count))
+    dropped = frozenset(stack.storages[f"{name}_{place}"] for name in names for place in range(count))
+    found = run(stack.graph, dropped)
+    assert int(found.bytes_at[stack.pause]) == count * one.kept_bytes
+    assert int(found.bytes_at[stack.pause :].max()) <= count * one.kept_bytes + one.working_bytes
+    # In the last layer's backward all others stand, so the bound is reached there but for what the layer itself lets go of.
+    assert int(found.bytes_at.max()) >= (count - 1) * one.kept_bytes + one.working_bytes
+    seconds = sum(stack.graph.ops[op].seconds for op in found.replayed.ops)
+    assert seconds == pytest.approx(count * one.replay_seconds)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes())
+def test_a_menu_has_no_way_that_another_beats_and_covers_the_named_ones(shape: Shape) -> None:
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
+    menu = dishes(layer)
+    figures = [(way.added_seconds, way.kept_bytes, way.working_bytes) for way in menu]
+    for one in figures:
+        assert not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in figures)
+    for name in NAMED:
+        way = named_dish(layer, name)
+        named = (way.added_seconds, way.kept_bytes, way.working_bytes)
+        assert any(all(a <= b for a, b in zip(one, named, strict=True)) for one in figures)
+
+
+def test_selective_saves_nothing_under_fused_attention() -> None:
+    table = layer_table(Shape(gpt(), Kernels(attention="flash"), 1, False, 1, 1, 1, 1, 128), "dense")
+    assert recomputed_by(table, "selective") == frozenset()
+    explicit = layer_table(Shape(gpt(), Kernels(attention="explicit"), 1, False, 1, 1, 1, 1, 128), "dense")
+    assert recomputed_by(explicit, "selective") == {"scores", "probs", "dropped", "mask"}
+
+
+def test_full_as_trainers_run_it_replays_the_whole_layer_and_a_block_stops_early() -> None:
+    shape = Shape(gpt(hidden_dropout=False), Kernels(), 1, False, 1, 1, 1, 1, 128)
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
+    full, block = named_dish(layer, "full"), named_dish(layer, "block")
+    assert full.replay_seconds == pytest.approx(layer.prices.forward_seconds)
+    prices = {row.name: price.forward_seconds for row, price in zip(table.rows, layer.prices.rows, strict=True)}
+    # The last product and the sum after it make nothing that the backward reads.
+    assert block.replay_seconds == pytest.approx(full.replay_seconds - prices["down"] - prices["y"])
+    assert block.working_bytes == full.working_bytes > named_dish(layer, "none").working_bytes
+
+
+def test_offloading_hides_behind_compute_or_is_charged() -> None:
+    shape = Shape(gpt(hidden=1024, heads=8), Kernels(), 1, False, 1, 1, 1, 1, 128)
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
+    slow = [way for way in dishes(layer, host_bytes_per_second=1e9) if way.offload]
+    fast = [way for way in dishes(layer, host_bytes_per_second=1e14) if way.offload]
+    assert fast and all(way.wait_seconds == 0 for way in fast if not way.recompute)
+    assert min(way.kept_bytes for way in fast) == 0
+    for way in slow:
+        size = sum(table.tensors[name].bytes for name in way.offload)
+        assert way.offload_bytes == size
+        over = max(size / 1e9 - layer.prices.forward_seconds, 0)
+        over += max(size / 1e9 - layer.prices.backward_seconds - way.replay_seconds, 0)
+        assert way.wait_seconds == pytest.approx(over)
+
+
+def test_recomputation_behind_collectives_is_charged_for_what_does_not_hide() -> None:
+    shape = Shape(gpt(hidden=512, heads=8), Kernels(attention="explicit"), 4, True, 1, 1, 1, 1, 128)
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
+    window = max(layer.prices.exposed_seconds - layer.prices.weight_seconds, 0.0)
+    for name in ("selective", "full"):
+        open_, hidden = named_dish(layer, name), named_dish(layer, name, hide=True)
+        assert hidden.added_seconds == pytest.approx(max(0.0, open_.replay_seconds - window))
