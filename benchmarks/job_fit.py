@@ -84,6 +84,7 @@ _A100_GROUPS = ("a100-80gb bf16", "a100-40gb bf16")
 
 
 CONSTANTS = (
+    Constant("a100-40g matmul.ceiling", 0.77, _in("llm-foundry MPT", "a100-40gb bf16"), _matmul("a100-40g", "ceiling")),
     Constant("MPT on A100: attention_share", 0.5, _in("llm-foundry MPT", *_A100_GROUPS), _kernels("attention_share", _A100)),
     Constant("MPT on A100: hidden_share", 0.9, _in("llm-foundry MPT", *_A100_GROUPS), _kernels("hidden_share", _A100)),
     Constant("h100 matmul.ceiling", 0.62, _in("llm-foundry MPT", "h100-80gb bf16"), _matmul("h100", "ceiling")),

@@ -27,7 +27,15 @@ def small_job(**changes: object) -> Job:
 
 
 def gpt(layers: int = 4, hidden: int = 256, heads: int = 4, **changes: object) -> Model:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": 1024, "positions": 128, "attention_dropout": True, "hidden_dropout": True}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "vocab": 1024,
+        "positions": 128,
+        "attention_dropout": True,
+        "hidden_dropout": True,
+    }
     return Model(**(sizes | changes))  # type: ignore[arg-type]
 
 

@@ -36,7 +36,13 @@ def every_choice(slots: list[Slot], menu: dict[str, tuple[Dish, ...]], room: int
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.dictionaries(st.sampled_from("ab"), menus, min_size=2, max_size=2), st.integers(1, 2), st.integers(1, 2), st.integers(0, 300), st.integers(0, 40))
+@given(
+    st.dictionaries(st.sampled_from("ab"), menus, min_size=2, max_size=2),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(0, 300),
+    st.integers(0, 40),
+)
 def test_near_the_best_of_all_assignments(menu: dict[str, tuple[Dish, ...]], first: int, second: int, room: int, head: int) -> None:
     slots = [Slot("a", 0, first, 3), Slot("b", 1, second, 2)]
     best = every_choice(slots, menu, room, head)

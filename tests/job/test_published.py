@@ -57,7 +57,9 @@ def test_figure_7_from_the_formulas(row: dict[str, str]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 16]), st.sampled_from([16, 32]), st.integers(1, 3), st.sampled_from([64, 128, 256]))
+@given(
+    st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 16]), st.sampled_from([16, 32]), st.integers(1, 3), st.sampled_from([64, 128, 256])
+)
 def test_table_2(t: int, a: int, width: int, b: int, s: int) -> None:
     h = a * width
     model = gpt(hidden=h, heads=a)
