@@ -172,11 +172,11 @@ def draw(rows: Sequence[Row], golden: Sequence[Golden], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def _scatter(axes, places, ratios, use: str) -> None:  # noqa: ANN001 - matplotlib's axes
+def _scatter(axes, places, ratios, use: str) -> None:
     axes.plot(places, ratios, linestyle="none", marker=_MARKERS[use], color=_COLOURS[use], markersize=4, alpha=0.8, label=use)
 
 
-def _dress(axes, title: str, label: str, rows: Sequence[Row] | None) -> None:  # noqa: ANN001 - matplotlib's axes
+def _dress(axes, title: str, label: str, rows: Sequence[Row] | None) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.axhspan(0.9, 1.1, color="0.93", zorder=0)
     axes.set_ylim(0.5, 1.5)
@@ -185,9 +185,9 @@ def _dress(axes, title: str, label: str, rows: Sequence[Row] | None) -> None:  #
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     for place, row in enumerate(rows or ()):
-        if place and rows is not None and rows[place - 1].table != row.table:
+        if rows is not None and (not place or rows[place - 1].table != row.table):
             axes.axvline(place - 0.5, color="0.8", linewidth=0.8)
-            axes.annotate(row.table.split(",")[0], (place, 0.52), fontsize=7, color="0.3")
+            axes.annotate(row.table.split(",")[0], (place, 0.53), fontsize=7, color="0.3", rotation=90, va="bottom")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

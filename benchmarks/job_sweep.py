@@ -54,9 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     fitting = sum(item.fits for item in found)
     print(f"{len(found)} layouts of {options.preset} planned, {fitting} fit, {refused} refused")
     print(f"{seconds:.1f} s, {busy:.1f} s of CPU, {len(found) / seconds * 60:,.0f} layouts a minute, peak {peak:.0f} MiB")
-    print(
-        f"fastest: {found[0].layout.devices} devices, {found[0].layout.in_words}: {found[0].tokens_per_second:,.0f} tokens/s, MFU {found[0].mfu:.1%}"
-    )
+    best = found[0]
+    print(f"fastest: {best.layout.devices} devices, {best.layout.in_words}: {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,9 @@ def test_golden_rows_held_out(kind: str) -> None:
 def test_fitted_and_held_out_golden_rows_share_no_case() -> None:
     rows = job_golden.golden_rows()
     cases = [{row.case for row in rows if row.use == use} for use in ("fitted", "held out")]
-    assert cases[0] and cases[1] and not cases[0] & cases[1]
+    assert cases[0]
+    assert cases[1]
+    assert not cases[0] & cases[1]
 
 
 @named
@@ -142,7 +144,8 @@ def test_plans_beat_selective_with_sequence_parallelism_in_its_own_memory(row: d
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3-405b", 405.853), ("mixtral-8x7b", 46.703), ("mixtral-8x22b", 140.630), ("llama2-7b", 6.738)],
+    [("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3-405b", 405.853), ("mixtral-8x7b", 46.703),
+     ("mixtral-8x22b", 140.630), ("llama2-7b", 6.738)],
 )  # fmt: skip
 def test_parameters_of_public_models(name: str, billions: float) -> None:
     assert total_parameters(preset(name)) / 1e9 == pytest.approx(billions, abs=0.0006)

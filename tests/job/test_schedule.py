@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +49,7 @@ def test_held_by_interleaving(stages: int, rounds: int, chunks: int, data: st.Da
     assert held <= layout.micro_batches * chunks
     parts = held_of_chunk(layout, stage)
     assert sum(parts) == held
-    assert all(one >= other for one, other in zip(parts, parts[1:], strict=False))
+    assert all(one >= other for one, other in itertools.pairwise(parts))
 
 
 def test_the_first_stage_of_an_interleaved_pipeline_holds_the_papers_layers() -> None:
