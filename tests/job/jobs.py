@@ -53,7 +53,8 @@ def shapes(draw: st.DrawFn) -> Shape:
     )  # fmt: skip
     model = model if model.latent_rank else gpt(**{name: getattr(model, name) for name in _PLAIN if name in model.__struct_fields__})
     kernels = Kernels(
-        attention=draw(st.sampled_from(["flash", "explicit"])), fused_activation=draw(st.booleans()), fused_elementwise=draw(st.booleans()),
+        attention=draw(st.sampled_from(["flash", "explicit"])), fused_activation=draw(st.booleans()),
+        fused_elementwise=draw(st.booleans()), fused_projections=draw(st.booleans()),
         expert_copies=draw(st.sampled_from([0, 2])),
     )  # fmt: skip
     return Shape(model, kernels, tensor, tensor > 1 and draw(st.booleans()), 1, 1, 1, draw(st.sampled_from([1, 2])), 128)

@@ -14,7 +14,8 @@ from recoup.job.presets import preset
 from recoup.job.stages import total_parameters
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001,
     "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
     "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
     "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0}, "rope_theta": 500000.0, "tie_word_embeddings": False,
@@ -25,16 +26,20 @@ MIXTRAL = LLAMA | {
     "output_router_logits": False, "router_aux_loss_coef": 0.02,
 }  # fmt: skip
 GPT2 = {
-    "model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257, "attn_pdrop": 0.1,
+    "model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257,
+    "attn_pdrop": 0.1,
     "resid_pdrop": 0.1, "embd_pdrop": 0.1, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 T5 = {
-    "model_type": "t5", "num_layers": 24, "d_model": 1024, "num_heads": 128, "d_kv": 128, "d_ff": 65536, "vocab_size": 32128, "dropout_rate": 0.1,
+    "model_type": "t5", "num_layers": 24, "d_model": 1024, "num_heads": 128, "d_kv": 128, "d_ff": 65536, "vocab_size": 32128,
+    "dropout_rate": 0.1,
     "feed_forward_proj": "relu", "is_encoder_decoder": True, "relative_attention_num_buckets": 32,
 }  # fmt: skip
 BERT = {
-    "model_type": "bert", "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 30522,
-    "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
+    "model_type": "bert", "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
 }  # fmt: skip
 DEEPSEEK = LLAMA | {
     "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128, "num_key_value_heads": 128,
@@ -109,7 +114,8 @@ def test_files(tmp_path: Path) -> None:
 
 def test_every_family_reads_a_configuration() -> None:
     plain = LLAMA | {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 0, "hidden_dropout": 0.0,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 0,
+        "hidden_dropout": 0.0,
     }  # fmt: skip
     for family in FAMILIES:
         base = {"gpt2": GPT2, "bert": BERT, "t5": T5, "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}.get(family, plain)

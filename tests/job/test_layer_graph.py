@@ -109,3 +109,24 @@ def test_recomputation_behind_collectives_is_charged_for_what_does_not_hide() ->
     for name in ("selective", "full"):
         open_, hidden = named_dish(layer, name), named_dish(layer, name, hide=True)
         assert hidden.added_seconds == pytest.approx(max(0.0, open_.replay_seconds - window))
+
+
+def test_a_menu_holds_the_best_answer_to_every_price_of_a_byte() -> None:
+    """Against every set of tensors that a small layer can recompute."""
+    shape = Shape(gpt(hidden_dropout=False, attention_dropout=False), Kernels(), 1, False, 1, 1, 1, 1, 128)
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
+    # What nobody saves costs bytes only if it is kept on purpose: of these the residual sum's summand is the one worth trying.
+    free = [name for name in table.saved if name != "x"]
+    unsaved = [tensor.name for row in table.rows for tensor in row.makes if tensor.name not in table.saved]
+    assert len(free) == 10
+    every = [
+        dish(layer, [*(name for place, name in enumerate(free) if bits >> place & 1), *(name for name in unsaved if bits)])
+        for bits in range(1 << len(free))
+    ]
+    menu = dishes(layer)
+    rates = [one.added_seconds / (every[0].kept_bytes - one.kept_bytes) for one in every if one.kept_bytes < every[0].kept_bytes]
+    for price in (min(rates) * 1.5, sorted(rates)[len(rates) // 4], sorted(rates)[len(rates) // 2], max(rates) * 2):
+        least = min(one.added_seconds + price * one.kept_bytes for one in every)
+        found = min(one.added_seconds + price * one.kept_bytes for one in menu)
+        assert found <= least * (1 + 1e-3), price

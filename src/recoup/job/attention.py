@@ -48,11 +48,13 @@ def _projections(shape: Shape, module: str, reads: str, memory: str, names: dict
     query, key = shape.heads * model.head, shape.kv * model.head
     if memory:
         keys = by_columns(shape, "cross_kv", module, memory, {names["k"]: key, names["v"]: key})
-        return [by_columns(shape, "cross_query", module, reads, {names["q"]: query}), keys]
-    row = by_columns(shape, "qkv", module, reads, {names["q"]: query, names["k"]: key, names["v"]: key})
-    # Their gradients are put together again before the product reads them.
-    together = Work.moving(2 * sum(tensor.bytes for tensor in row.makes))
-    return [replace(row, data=(*row.data, together))]
+        return [*by_columns(shape, "cross_query", module, reads, {names["q"]: query}), *keys]
+    rows = by_columns(shape, "qkv", module, reads, {names["q"]: query, names["k"]: key, names["v"]: key})
+    if len(rows) > 1:
+        return rows
+    # Their gradients are put together again before the one product reads them.
+    together = Work.moving(2 * sum(tensor.bytes for tensor in rows[0].makes))
+    return [replace(rows[0], data=(*rows[0].data, together))]
 
 
 def _latent(shape: Shape, module: str, reads: str, names: dict[str, str]) -> list[Row]:
@@ -69,7 +71,7 @@ def _latent(shape: Shape, module: str, reads: str, names: dict[str, str]) -> lis
     size = query_head(shape)
     queries = by_columns(shape, "query", module, "q_latent", {names["q"]: heads * size}, model.query_rank or hidden)
     keys = by_columns(shape, "stretch", module, "kv_latent", {names["k"]: heads * size, names["v"]: heads * model.head}, model.latent_rank)
-    return [squeeze, queries, keys]
+    return [squeeze, *queries, *keys]
 
 
 def _rope(shape: Shape, module: str, names: dict[str, str]) -> Row:

@@ -1,6 +1,6 @@
 """Ways to run one layer: what one micro-batch leaves there, what its backward needs, the seconds that it adds.
 
-A layer's step graph is solved by the shared program under a price on each kept byte, swept from high to low: under m
+A layer's step graph is solved by the shared program under a price on each kept byte: under m
 micro-batches in flight a kept byte costs m bytes of memory, so that the answers to all prices are the answers for all
 stages. What a way costs is read off the simulator. The named recipes are judged the same way, and are among the ways.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from recoup.job.graph import LayerGraph, layer_graph
 from recoup.job.table import Table
@@ -26,7 +24,7 @@ JOB = Capabilities(name="live", keeps_unsaved=True, replays_random=True, rebuild
 """An executor without overheads: on a device that is kept busy they hide behind its kernels."""
 
 NAMED = ("none", "selective", "full")
-_PRICES = 12
+_CORNERS = 40
 _SQUARE = ("scores", "probs", "dropped", "mask")
 
 
@@ -179,7 +177,7 @@ def _offloaded(layer: LayerGraph, plain: list[Dish], rate: float, hide: bool) ->
     found: list[Dish] = []
     if free:
         lighter = layer_graph(_without(layer.table, frozenset(free)), layer.prices, layer.graph.name)
-        for names in [frozenset[str](), *_choices(lighter)]:
+        for names in _choices(lighter):
             found.append(_sent(layer, dish(layer, names - frozenset(free), hide=hide), frozenset(free), rate))
     for way in plain:
         found.append(_sent(layer, way, frozenset(name for name in saved if name not in way.recompute), rate))
@@ -211,18 +209,30 @@ def _figures(item: Dish) -> tuple[float, int, int]:
 
 
 def _choices(layer: LayerGraph) -> list[frozenset[str]]:
-    """The best at each of several prices of a kept byte, and everything."""
+    """The best at every price of a kept byte: the corners of the lower hull of (bytes kept, seconds), nothing and everything among them.
+
+    Between two corners the price at which they cost the same is asked for; what comes back below the line between them is a
+    corner too, and else there is none (Eisner and Severance 1976, doi:10.1145/321978.321982).
+    """
     index = replays(layer.graph)
     frame = windows(index, JOB)
     names = {number: name for name, number in layer.storages.items()}
-    everything = frozenset(names[v] for v in frame.dropping)
-    found = [everything]
-    rates = [layer.graph.ops[op].seconds / index.bytes[v] for v in sorted(frame.needed) for op in index.ops_of[v][:1] if index.bytes[v]]
-    if not rates:
-        return found
+    ends = frozenset[str](), frozenset(names[v] for v in frame.dropping)
     program = Program(index, JOB, frame)
-    for price in np.geomspace(max(rates) * 4, max(min(rates), max(rates) * 1e-4) / 2, _PRICES):
-        chosen = program.priced(float(price))
-        if chosen is not None and (recompute := frozenset(names[v] for v in chosen)) not in found:
-            found.append(recompute)
-    return found
+    corners = {recompute: dish(layer, recompute) for recompute in ends}
+    between = [ends]
+    while between and len(corners) < _CORNERS:
+        left, right = between.pop(0)
+        freed = corners[left].kept_bytes - corners[right].kept_bytes
+        if freed <= 0:
+            continue
+        price = (corners[right].replay_seconds - corners[left].replay_seconds) / freed
+        chosen = program.priced(price) if price > 0 else None
+        recompute = left if chosen is None else frozenset(names[v] for v in chosen)
+        if recompute in corners:
+            continue
+        found = dish(layer, recompute)
+        corners[recompute] = found
+        if found.replay_seconds + price * found.kept_bytes < corners[left].replay_seconds + price * corners[left].kept_bytes:
+            between += [(left, recompute), (recompute, right)]
+    return list(corners)

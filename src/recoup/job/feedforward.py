@@ -52,7 +52,7 @@ def _network(shape: Shape, module: str, reads: str, width: int, fc: str, act: st
     else:
         first = by_columns(shape, fc, module, reads, {f"{fc}_wide": width})
         middle = [_activation(module, f"{fc}_wide", act, 2 * shape.tokens * width)]
-    return [first, *middle, by_rows(shape, down, module, act, width)]
+    return [*first, *middle, by_rows(shape, down, module, act, width)]
 
 
 def _activation(module: str, reads: str, name: str, size: int) -> Row:

@@ -107,6 +107,7 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             and the weighing read: 0 if permutation is fused.
         fused_elementwise: chains of element-wise kernels run as one (``torch.compile``, hand-written fusions).
         fused_rope: rotary embedding is one kernel.
+        fused_projections: queries, keys and values are one product, and so are both halves of a gated network.
         overlap_tensor: products overlap the collectives of tensor parallelism in the forward too (asynchronous tensor parallelism).
         overlap_gradients: gradients are reduced, and sharded weights gathered, while the layers compute.
         gradient_sync: ``step`` reduces gradients once a step, ``micro`` for every micro-batch.
@@ -124,6 +125,7 @@ class Kernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     expert_copies: int = 0
     fused_elementwise: bool = True
     fused_rope: bool = True
+    fused_projections: bool = True
     overlap_tensor: bool = False
     overlap_gradients: bool = True
     gradient_sync: Literal["step", "micro"] = "step"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from recoup.job.shape import Shape
 from recoup.job.table import Row, Tensor, Transfer, Work
 
@@ -23,13 +25,23 @@ def norm(shape: Shape, name: str, reads: str, module: str) -> Row:
     )  # fmt: skip
 
 
-def by_columns(shape: Shape, name: str, module: str, reads: str, widths: dict[str, int], inner: int = 0) -> Row:
+def by_columns(shape: Shape, name: str, module: str, reads: str, widths: dict[str, int], inner: int = 0) -> list[Row]:
     """A linear layer whose outputs are split: (tokens, hidden) into ``widths`` columns on this device.
 
     The forward gathers the sequence if it is split; the backward gathers it again behind the data gradient, and reduces
-    (or scatters) that behind the weight gradient.
+    (or scatters) that behind the weight gradient. Projections that are not fused are a row each, of which the first gathers and
+    reduces for all, and add up their data gradients.
     """
-    hidden, width = inner or shape.model.hidden, sum(widths.values())
+    if len(widths) == 1 or shape.kernels.fused_projections:
+        return [_columns(shape, name, module, reads, widths, inner or shape.model.hidden)]
+    rows = [_columns(shape, f"{name}_{key}", module, reads, {key: size}, inner or shape.model.hidden) for key, size in widths.items()]
+    adding = Work.moving(6 * shape.tokens * (inner or shape.model.hidden))
+    return [rows[0], *(replace(row, sends=(), returns=(), data=(*row.data, adding)) for row in rows[1:])]
+
+
+def _columns(shape: Shape, name: str, module: str, reads: str, widths: dict[str, int], hidden: int) -> Row:
+    """One product of the stream with columns that are split."""
+    width = sum(widths.values())
     sends, returns = _entering(shape, 2 * shape.tokens * hidden)
     bias = width if shape.model.bias else 0
     return Row(
