@@ -189,7 +189,8 @@ def _layout(case: str, values: dict[str, str], model: Model, environment: str) -
         zero = 1 if values.get("use-distributed-optimizer") == "true" else 0
     return Layout(
         tensor=tensor, sequence_parallel=values.get("sequence-parallel") == "true" and tensor > 1, context=context, pipeline=pipeline,
-        chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b", data=data, expert=expert,
+        chunks=chunks, group=number("microbatch-group-size-per-virtual-pipeline-stage", 0) if chunks > 1 else 0,
+        schedule="interleaved" if chunks > 1 else "1f1b", data=data, expert=expert,
         expert_tensor=in_expert if "num-experts" in values else 0, zero=zero, shard=data * context // instances if instances > 1 else 0,
         micro_batch=micro,
         global_batch=max(batch // (micro * data), 1) * micro * data, sequence=number("seq-length"), edge_layers=edges,

@@ -18,10 +18,10 @@ def one_forward_one_backward(stages: int, stage: int, batches: int) -> list[str]
     return ["F"] * warm + ["F", "B"] * (batches - warm) + ["B"] * warm
 
 
-def interleaved(stages: int, stage: int, batches: int, chunks: int) -> list[str]:
+def interleaved(stages: int, stage: int, batches: int, chunks: int, group: int) -> list[str]:
     """Megatron-LM's order of one device over all its chunks."""
     total = batches * chunks
-    warm = min(2 * (stages - stage - 1) + (chunks - 1) * stages, total)
+    warm = min(2 * (stages - stage - 1) + (chunks - 1) * group, total)
     return ["F"] * warm + ["F", "B"] * (total - warm) + ["B"] * warm
 
 
@@ -40,12 +40,13 @@ def test_held_by_1f1b(stages: int, batches: int, data: st.DataObject) -> None:
     assert held_chunks(layout, stage) == most_held(one_forward_one_backward(stages, stage, batches))
 
 
-@given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4), st.data())
-def test_held_by_interleaving(stages: int, rounds: int, chunks: int, data: st.DataObject) -> None:
+@given(st.integers(2, 8), st.integers(0, 3), st.integers(1, 4), st.integers(2, 4), st.data())
+def test_held_by_interleaving(stages: int, more: int, rounds: int, chunks: int, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, stages - 1))
-    layout = Layout(pipeline=stages, global_batch=stages * rounds, chunks=chunks, schedule="interleaved")
+    group = stages + more
+    layout = Layout(pipeline=stages, global_batch=group * rounds, chunks=chunks, schedule="interleaved", group=group if more else 0)
     held = held_chunks(layout, stage)
-    assert held == most_held(interleaved(stages, stage, stages * rounds, chunks))
+    assert held == most_held(interleaved(stages, stage, group * rounds, chunks, group))
     assert held <= layout.micro_batches * chunks
     parts = held_of_chunk(layout, stage)
     assert sum(parts) == held

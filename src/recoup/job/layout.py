@@ -25,6 +25,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         pipeline: stages.
         schedule: of the pipeline.
         chunks: virtual stages of each device, with ``interleaved``.
+        group: how many micro-batches a virtual stage sees before the next one does; 0 for ``pipeline``.
         data: replicas; with ``zero`` they share states.
         expert: devices that share the routed experts (within ``data * context``).
         expert_tensor: tensor parallel degree inside an expert; 0 for ``tensor``.
@@ -43,6 +44,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     pipeline: int = 1
     schedule: Schedule = "1f1b"
     chunks: int = 1
+    group: int = 0
     data: int = 1
     expert: int = 1
     expert_tensor: int = 0
@@ -63,6 +65,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def micro_batches(self) -> int:
         """Micro-batches that each pipeline sees in a step, the last one perhaps smaller."""
         return -(-self.global_batch // (self.micro_batch * self.data))
+
+    @property
+    def grouped(self) -> int:
+        """Micro-batches that a virtual stage sees before the next one does."""
+        return self.group or self.pipeline
 
     @property
     def sharded(self) -> int:
@@ -238,9 +245,12 @@ def _check_batches(layout: Layout) -> None:
         raise UsageError(
             f"layout field `micro_batch`: {layout.micro_batch} does not divide a replica's {layout.global_batch // layout.data} sequences"
         )
-    if layout.chunks > 1 and layout.micro_batches % layout.pipeline:
+    if layout.group and (layout.chunks == 1 or layout.group < layout.pipeline):
+        raise UsageError(f"layout field `group`: {layout.group} must be at least pipeline {layout.pipeline}, with `chunks` above 1")
+    if layout.chunks > 1 and layout.micro_batches % layout.grouped:
         raise UsageError(
-            f"layout field `chunks`: interleaving needs a multiple of pipeline {layout.pipeline}, not {layout.micro_batches} micro-batches"
+            f"layout field `group`: interleaving needs a multiple of group (or pipeline) {layout.grouped}, not {layout.micro_batches}"
+            " micro-batches; change global_batch"
         )
 
 

@@ -1,13 +1,13 @@
 """Pipeline schedules: how many micro-batches each stage holds, and how long it waits.
 
-With p stages, M micro-batches, stages counted from 0, and a stage's forward F, backward for data B and for weights W (seconds
-of one micro-batch through all of a device's layers):
+With p stages, counted from 0, M micro-batches in groups of g (p unless said), and a stage's forward F, backward for data B and for
+weights W (seconds of one micro-batch through all of a device's layers):
 
 | schedule | held by stage i, in chunks | idle seconds |
 | --- | --- | --- |
 | gpipe | M | (p - 1) (F + B + W) |
 | 1f1b | min(M, p - i) | (p - 1) (F + B + W) |
-| interleaved, v chunks | min(M v, 2 (p - i - 1) + (v - 1) p + 1) | (p - 1) (F + B + W) / v |
+| interleaved, v chunks | min(M v, 2 (p - i - 1) + (v - 1) g + 1) | (p - 1) (F + B + W) / v |
 | zb-h1 | min(M, p) | (p - 1) (F + B - W) |
 | zb-h2 | min(M, 2 p - 1) | (p - 1) (F + B - 2 W) |
 
@@ -28,7 +28,7 @@ def held_chunks(layout: Layout, stage: int) -> int:
     if layout.schedule == "gpipe":
         return batches
     if layout.schedule == "interleaved":
-        return min(batches * layout.chunks, 2 * (stages - stage - 1) + (layout.chunks - 1) * stages + 1)
+        return min(batches * layout.chunks, 2 * (stages - stage - 1) + (layout.chunks - 1) * layout.grouped + 1)
     if layout.schedule == "zb-h1":
         return min(batches, stages)
     if layout.schedule == "zb-h2":
@@ -39,11 +39,11 @@ def held_chunks(layout: Layout, stage: int) -> int:
 def held_of_chunk(layout: Layout, stage: int) -> tuple[int, ...]:
     """How many micro-batches of each of its chunks a stage holds at its fullest; the sum is ``held_chunks``.
 
-    Interleaving takes the micro-batches in groups of p: each chunk sees p before the next one, and after the last the first again.
+    Interleaving takes the micro-batches in groups: each chunk sees one before the next does, and after the last the first again.
     """
     left = held_chunks(layout, stage)
     held = [0] * layout.chunks
-    group = layout.pipeline if layout.chunks > 1 else max(left, 1)
+    group = layout.grouped if layout.chunks > 1 else max(left, 1)
     place = 0
     while left > 0:
         taken = min(left, group)
