@@ -139,7 +139,7 @@ def mpt_job(row: dict[str, str]) -> Job:
     name = {"a100_80gb": "a100-80g", "a100_40gb": "a100-40g", "h100_80gb": "h100"}[row["gpu"]]
     precision = "fp8" if "fp8" in row["precision"] else "bf16"
     numbers = Numbers(precision=precision, weight_bytes=4, master_bytes=0)
-    return Job(model, layout, device(name), Kernels(loss="fused", gradient_sync="micro", **MPT_KERNELS[name[:4]]), numbers)
+    return Job(model, layout, device(name), Kernels(loss="fused", **MPT_KERNELS[name[:4]]), numbers)
 
 
 _LLAMA = {
@@ -202,7 +202,7 @@ def torchtitan_job(row: dict[str, str]) -> Job:
         micro_batch=micro, global_batch=fsdp * int(row["local_batch"]), sequence=int(row["seq"]),
     )  # fmt: skip
     kernels = Kernels(
-        fused_activation=compiled, fused_elementwise=compiled, fused_rope=compiled, fused_projections=False,
+        fused_activation=compiled, fused_elementwise=compiled, fused_rope=compiled, fused_projections=False, gradient_sync="step",
         loss="inplace" if row["hw"].startswith("H200") else "plain",
         overlap_tensor=row["async_tp"] == "1", tensor_hidden_share=TITAN_TENSOR_HIDDEN,
     )  # fmt: skip

@@ -70,11 +70,14 @@ def kinds_of(shape: Shape) -> str:
     return "moe" if shape.model.experts else "dense"
 
 
-def stacked(table: Table, prices: Prices, count: int) -> tuple[Table, Prices]:
-    """So many equal layers in a row, as one table: what leaves one enters the next."""
+def stacked(table: Table, prices: Prices, count: int, batches: int = 1) -> tuple[Table, Prices]:
+    """So many equal layers in a row, as one table: what leaves one enters the next; several micro-batches go through one by one."""
     rows: list[Row] = []
+    outside = tuple(Tensor(f"x{batch}", table.entering.bytes) for batch in range(1, batches))
     entering = table.entering.name
-    for place in range(count):
+    for place in range(count * batches):
+        if place and place % count == 0:
+            entering = outside[place // count - 1].name
         names = {tensor.name: f"{tensor.name}_{place}" for row in table.rows for tensor in row.makes} | {table.entering.name: entering}
         for row in table.rows:
             rows.append(
@@ -85,8 +88,8 @@ def stacked(table: Table, prices: Prices, count: int) -> tuple[Table, Prices]:
                 )
             )  # fmt: skip
         entering = names[table.rows[-1].makes[0].name]
-    priced: tuple[Price, ...] = prices.rows * count
-    return Table(table.kind, table.entering, tuple(rows)), Prices(priced)
+    priced: tuple[Price, ...] = prices.rows * (count * batches)
+    return Table(table.kind, table.entering, tuple(rows), outside), Prices(priced)
 
 
 def table_of(shape: Shape) -> Table:

@@ -50,6 +50,25 @@ def test_bytes_of_stacked_layers_add_up(shape: Shape, count: int, data: st.DataO
     assert seconds == pytest.approx(count * one.replay_seconds)
 
 
+@settings(max_examples=15, deadline=None)
+@given(shapes(), st.integers(1, 3), st.integers(2, 3), st.data())
+def test_bytes_of_micro_batches_in_flight_add_up(shape: Shape, count: int, batches: int, data: st.DataObject) -> None:
+    """The formula of a stage, ``held * count * kept + working``, against one simulation of all that is in flight there."""
+    table = table_of(shape)
+    prices = price_table(table, A100, shape, "bf16")
+    layer = layer_graph(table, prices)
+    leaving = table.rows[-1].makes[0].name
+    names = data.draw(st.frozensets(st.sampled_from(sorted(name for name in layer.storages if name not in ("x", leaving)))))
+    one = dish(layer, names)
+    stack = layer_graph(*stacked(table, prices, count, batches))
+    found = run(stack.graph, frozenset(stack.storages[f"{name}_{place}"] for name in names for place in range(count * batches)))
+    assert int(found.bytes_at[stack.pause]) == batches * count * one.kept_bytes
+    # The simulation lets the words of later micro-batches and the gradients that leave the stage stand to its end.
+    spare = batches * table.entering.bytes
+    assert int(found.bytes_at[stack.pause :].max()) <= batches * count * one.kept_bytes + one.working_bytes + spare
+    assert int(found.bytes_at.max()) >= (batches * count - 1) * one.kept_bytes + one.working_bytes
+
+
 @settings(max_examples=20, deadline=None)
 @given(shapes())
 def test_a_menu_has_no_way_that_another_beats_and_covers_the_named_ones(shape: Shape) -> None:

@@ -113,16 +113,16 @@ def head_bytes(table: Table, shape: Shape) -> int:
     return table.entering.bytes + gathered + scratch + sum(tensor.bytes for row in table.rows for tensor in row.makes)
 
 
-def gathered_bytes(layout: Layout, numbers: Numbers, largest: int, whole: int) -> int:
-    """Weights that are whole for a while: of two layers, one at work and the next, and the gradients of one.
+def gathered_bytes(shape: Shape, layout: Layout, numbers: Numbers, largest: int, whole: int) -> int:
+    """Of sharded states what is whole for a while: weights of two layers, one at work and the next, and the gradients of one.
 
-    Without resharding all weights stay whole; across a pipeline so do the gradients that micro-batches add to.
+    Without resharding all weights stay whole. Gradients that are reduced once a step stay whole while micro-batches add to them.
     """
+    adding = layout.zero >= 2 and layout.micro_batches > 1 and shape.kernels.gradient_sync == "step"
+    gradients = round(numbers.reduced_bytes * whole) if adding else 0
     if layout.zero < 3:
-        return 0
-    if not layout.reshard:
-        return _GATHERED_BYTES * (whole + largest) + round(numbers.reduced_bytes * whole if layout.pipeline > 1 else 0)
-    return _GATHERED_BYTES * 3 * largest
+        return gradients
+    return gradients + _GATHERED_BYTES * (3 * largest if layout.reshard else whole + largest)
 
 
 def stage_memory(
@@ -137,7 +137,7 @@ def stage_memory(
     working = max(working, max((group.way.forward_bytes for group in groups), default=0))
     return StageMemory(
         weights=weights, gradients=gradients, optimizer=optimizer,
-        gathered=gathered_bytes(layout, numbers, largest, parameters.total),
+        gathered=gathered_bytes(shape, layout, numbers, largest, parameters.total),
         activations=activation_bytes(groups),
         ends=input_bytes(input_table, first_held) if stage.first else 0,
         head=head if head > working else 0,

@@ -138,12 +138,13 @@ def _exchanged(
     kind = "reduce_scatter" if layout.zero else "all_reduce"
     backward = collective_seconds(device, kind, reduced, ways, stride) + _expert_exchange(layout, numbers, device, owned)
     gathered = collective_seconds(device, "all_gather", owned.dense * numbers.weight_bytes, ways, stride) if layout.zero else 0.0
+    times = layout.micro_batches if layout.zero == 2 and kernels.gradient_sync == "micro" else 1
     if not kernels.overlap_gradients:
-        return backward + gathered
-    # Gradients are complete, and leave, in the backward of the last micro-batch; weights arrive in the first forward.
-    return _uncovered(backward, one.data + one.weight, units, kernels.hidden_share) + _uncovered(
-        gathered, one.forward, units, kernels.hidden_share
-    )
+        return times * backward + gathered
+    # Gradients leave when they are complete, in the backward of the last micro-batch, or of each one if they are sharded; weights arrive
+    # in the first forward.
+    share = kernels.hidden_share
+    return times * _uncovered(backward, one.data + one.weight, units, share) + _uncovered(gathered, one.forward, units, share)
 
 
 def _expert_exchange(layout: Layout, numbers: Numbers, device: Device, owned: Parameters) -> float:
