@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from recoup.cost import device
 from recoup.job.job import Estimate, Job
 from recoup.job.layout import Kernels, Layout, Numbers
 from recoup.job.model import Model
+from recoup.job.presets import preset
 
 __all__ = ["DATA", "FSDP", "Row", "korthikanti", "mpt", "read", "simumax", "torchtitan"]
 
@@ -107,12 +110,6 @@ def korthikanti_job(row: dict[str, str], *, sequence_parallel: bool) -> Job:
     return Job(model, layout, device("a100-80g"), Kernels(attention="explicit"))
 
 
-_MPT = {
-    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
-    "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
-}  # fmt: skip
-
-
 def mpt(folder: Path = DATA) -> Iterator[Row]:
     """MPT under FSDP: model FLOPs utilization (github:mosaicml/llm-foundry, scripts/train/benchmarking)."""
     seen: dict[str, int] = {}
@@ -129,9 +126,8 @@ def mpt(folder: Path = DATA) -> Iterator[Row]:
 
 def mpt_job(row: dict[str, str]) -> Job:
     """One configuration of MPT; learned positions, biases, fused loss, no dropout."""
-    layers, hidden, heads = _MPT[row["model"]]
     sequence, gpus = int(row["seq"]), int(row["gpus"])
-    model = Model(name=row["model"], layers=layers, hidden=hidden, heads=heads, vocab=50368, positions=sequence)
+    model = replace(preset(f"mpt-{row['model']}"), positions=sequence)
     layout = Layout(
         data=gpus, zero=3, reshard=row["sharding"] == "FULL_SHARD", micro_batch=int(row["micro_batch"]),
         global_batch=int(row["global_batch"]), sequence=sequence,
@@ -140,22 +136,6 @@ def mpt_job(row: dict[str, str]) -> Job:
     precision = "fp8" if "fp8" in row["precision"] else "bf16"
     numbers = Numbers(precision=precision, weight_bytes=4, master_bytes=0)
     return Job(model, layout, device(name), Kernels(loss="fused", **MPT_KERNELS[name[:4]]), numbers)
-
-
-_LLAMA = {
-    "8B": Model(
-        name="Llama 3.1 8B", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256, tied=False, rope=True,
-        norm="rmsnorm", bias=False,
-    ),
-    "70B": Model(
-        name="Llama 3.1 70B", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, vocab=128256, tied=False, rope=True,
-        norm="rmsnorm", bias=False,
-    ),
-    "405B": Model(
-        name="Llama 3.1 405B", layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, gated=True, vocab=128256, tied=False, rope=True,
-        norm="rmsnorm", bias=False,
-    ),
-}  # fmt: skip
 
 
 def torchtitan(folder: Path = DATA) -> Iterator[Row]:
@@ -185,19 +165,20 @@ def torchtitan(folder: Path = DATA) -> Iterator[Row]:
 
 def torchtitan_job(row: dict[str, str]) -> Job:
     """One configuration of torchtitan: FSDP2, loss in four bytes, element-wise kernels fused only when compiled."""
-    model = _LLAMA[row["model"].removeprefix("llama3.1-")]
+    model = preset(row["model"].replace("llama3.1", "llama3").lower())
     fsdp, tensor, pipeline, context = (int(row[key]) for key in ("fsdp", "tp", "pp", "cp"))
     compiled = row["compile"] == "1"
     # A pipeline cuts the local batch into as many micro-batches as it has stages.
     micro = int(row["local_batch"]) // pipeline
     interleaved = row["schedule"] == "Interleaved1F1B"
-    layers = model.layers
-    if pipeline > 1 and layers % (pipeline * (2 if interleaved else 1)):
-        # 126 layers in 8 or 16 parts: the ends, with embedding and head, get fewer; here all parts are made equal.
-        parts = pipeline * (2 if interleaved else 1)
-        model = Model(**{name: getattr(model, name) for name in model.__struct_fields__} | {"layers": layers + -layers % parts})
+    parts, edges = pipeline * (2 if interleaved else 1), None
+    if model.layers % parts:
+        # The ends, with embedding and head, get one layer less.
+        each = -(-model.layers // parts)
+        edges = (each - 1, each - 1)
     layout = Layout(
         tensor=tensor, sequence_parallel=tensor > 1, context=context, pipeline=pipeline, data=fsdp, zero=3, reshard=pipeline == 1,
+        edge_layers=edges,
         schedule="interleaved" if interleaved else "1f1b", chunks=2 if interleaved else 1,
         micro_batch=micro, global_batch=fsdp * int(row["local_batch"]), sequence=int(row["seq"]),
     )  # fmt: skip
@@ -251,12 +232,7 @@ def _number(parts: list[str], key: str) -> int | None:
 
 def _simumax_model(case: str, layers: int) -> Model:
     if case.startswith("deepseekv3"):
-        return Model(
-            name="DeepSeek-V3", layers=layers, hidden=7168, heads=128, head_dim=128, ffn=18432, gated=True, vocab=129280, tied=False,
-            rope=True,
-            norm="rmsnorm", bias=False, experts=256, experts_per_token=8, expert_ffn=2048, shared_ffn=2048, dense_layers=1,
-            query_rank=1536, latent_rank=512, rope_dim=64,
-        )  # fmt: skip
-    base = _LLAMA["70B" if "70b" in case else "405B"]
-    changes = {"layers": layers, "kv_heads": 8 if "70b" in case else 16}
-    return Model(**{name: getattr(base, name) for name in base.__struct_fields__} | changes)
+        return replace(preset("deepseek-v3"), layers=layers, dense_layers=1)
+    if "70b" in case:
+        return replace(preset("llama3-70b"), layers=layers)
+    return replace(preset("llama3-405b"), layers=layers, kv_heads=16)

@@ -41,6 +41,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
                        ("expert-tensor", "tensor parallel degree inside an expert"),
                        ("shard", "replicas over which states are sharded")):  # fmt: skip
         layout.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    layout.add_argument(
+        "--group", type=int, metavar="N", help="micro-batches that a virtual stage sees before the next one (default: pipeline)"
+    )
+    layout.add_argument("--edge-layers", type=_edges, metavar="FIRST,LAST", help="layers of the first and of the last part of the pipeline")
     layout.add_argument("--sequence-parallel", action="store_const", const=True, help="split the rest along the sequence")
     layout.add_argument("--schedule", choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"), help="of the pipeline (default: 1f1b)")
     layout.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="what is sharded over replicas; 3 is FSDP")
@@ -132,6 +136,8 @@ def layout_of(args: argparse.Namespace) -> Layout:
         "schedule",
         "zero",
         "micro_batch",
+        "group",
+        "edge_layers",
     )
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     gpus = _needed(args.gpus, "--gpus")
@@ -181,6 +187,13 @@ def _pairs(text: str) -> dict[str, str]:
             raise argparse.ArgumentTypeError(f"{part!r} is not of the form FIELD=VALUE")
         found[name.strip()] = value.strip()
     return found
+
+
+def _edges(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST,LAST")
+    return int(parts[0]), int(parts[1])
 
 
 def _needed(value: _T | None, name: str) -> _T:

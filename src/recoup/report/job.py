@@ -39,7 +39,7 @@ def job_summary(plan: JobPlan) -> Text:
         f"{job.model.name}: {parameters / 1e9:.1f} billion parameters{seen}, on {job.layout.devices} {job.device.name}",
         f"layout    {job.layout.in_words}",
         f"step      {format_seconds(estimate.step_seconds)}, of which pipeline idle {format_seconds(step.idle)}, {rest}",
-        f"added     {format_seconds(step.recompute)} of the step by recomputation and copies",
+        f"added     {format_seconds(step.recompute)} to the slowest stage by recomputation and copies",
         f"speed     {estimate.tokens_per_second:,.0f} tokens/s, {each:,.0f} on each device; MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}",
         f"memory    {format_bytes(estimate.peak_bytes)} of {format_bytes(plan.limit_bytes)} on the fullest device",
         f"proof     {proven} for these ways to run a layer",
