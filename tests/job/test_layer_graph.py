@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recoup.cost import collective_seconds
 from recoup.graph.rules import check
 from recoup.job.dishes import NAMED, dish, dishes, named_dish, recomputed_by
 from recoup.job.graph import layer_graph
@@ -124,10 +126,24 @@ def test_recomputation_behind_collectives_is_charged_for_what_does_not_hide() ->
     shape = Shape(gpt(hidden=512, heads=8), Kernels(attention="explicit"), 4, True, 1, 1, 1, 1, 128)
     table = table_of(shape)
     layer = layer_graph(table, price_table(table, A100, shape, "bf16"))
-    window = max(layer.prices.exposed_seconds - layer.prices.weight_seconds, 0.0)
+    # By hand: gathers before the row-split layers run behind nothing, those of the column-split ones behind the data gradient,
+    # reductions behind nothing if gradients of weights go elsewhere.
+    whole = collective_seconds(A100, "all_gather", shape.whole_bytes, 4)
+    covered = [price.data_seconds for row, price in zip(table.rows, layer.prices.rows, strict=True) if len(row.returns) == 2]
+    window = 2 * whole + sum(whole + max(whole - 0.8 * data, 0) for data in covered) - layer.prices.weight_seconds
+    assert layer.prices.window_seconds == pytest.approx(max(window, 0.0))
     for name in ("selective", "full"):
         open_, hidden = named_dish(layer, name), named_dish(layer, name, hide=True)
-        assert hidden.added_seconds == pytest.approx(max(0.0, open_.replay_seconds - window))
+        assert hidden.added_seconds == pytest.approx(max(0.0, open_.replay_seconds - max(window, 0.0)))
+
+
+def test_a_slow_link_hides_recomputation() -> None:
+    slow = msgspec.structs.replace(A100, links=tuple(msgspec.structs.replace(link, bytes_per_second=1e9) for link in A100.links))
+    shape = Shape(gpt(hidden=512, heads=8), Kernels(attention="explicit"), 4, True, 1, 1, 1, 1, 128)
+    table = table_of(shape)
+    layer = layer_graph(table, price_table(table, slow, shape, "bf16"))
+    assert layer.prices.window_seconds > named_dish(layer, "selective").replay_seconds > 0
+    assert named_dish(layer, "selective", hide=True).added_seconds == 0
 
 
 def test_a_menu_holds_the_best_answer_to_every_price_of_a_byte() -> None:

@@ -139,7 +139,7 @@ def named_dish(layer: LayerGraph, recipe: str, *, hide: bool = False) -> Dish:
 
 def _window(layer: LayerGraph, hide: bool) -> float:
     """Seconds of collectives in the backward beyond what gradients of weights, which go first, fill."""
-    return max(layer.prices.exposed_seconds - layer.prices.weight_seconds, 0.0) if hide else 0.0
+    return layer.prices.window_seconds if hide else 0.0
 
 
 def dishes(layer: LayerGraph, *, hide: bool = False, host_bytes_per_second: float = 0.0) -> tuple[Dish, ...]:

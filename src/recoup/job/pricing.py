@@ -1,8 +1,8 @@
 """A table of operations priced on a device: seconds of each row, what its collectives cost beyond what hides them.
 
 A collective runs behind nothing, behind the row's own kernels, or behind one of the two products of its backward; what it
-takes longer than that is *exposed*. Exposed seconds of the backward are a window in which an executor that reorders can
-recompute (``recoup.job.dishes``).
+takes longer than that is *exposed*. An executor that reorders has a *window*: the collectives of the backward, less what hides in
+their own row's data gradient. Gradients of weights fill it first, then recomputation (``recoup.job.dishes``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Price:
         weight_seconds: kernels that make gradients of its weights.
         exposed_seconds: collectives of the backward beyond what hides them.
         sent_seconds: of ``forward_seconds`` the exposed collectives.
+        window_seconds: collectives of the backward that gradients of weights, or recomputation, can run behind.
     """
 
     forward_seconds: float
@@ -35,6 +36,7 @@ class Price:
     weight_seconds: float
     exposed_seconds: float
     sent_seconds: float
+    window_seconds: float = 0.0
 
     @property
     def backward_seconds(self) -> float:
@@ -69,6 +71,11 @@ class Prices:
         return sum(row.exposed_seconds for row in self.rows)
 
     @property
+    def window_seconds(self) -> float:
+        """Collectives of the backward beyond gradients of weights, which go first: room for recomputation."""
+        return max(sum(row.window_seconds for row in self.rows) - self.weight_seconds, 0.0)
+
+    @property
     def sent_seconds(self) -> float:
         """Exposed collectives of the forward."""
         return sum(row.sent_seconds for row in self.rows)
@@ -89,7 +96,9 @@ def _row(row: Row, device: Device, shape: Shape, precision: str) -> Price:
     weight = sum(_work(work, device, precision, shape.kernels.attention_share) for work in row.weight)
     sent = sum(_exposed(one, device, shape, {"own": kernels}) for one in row.sends)
     returned = sum(_exposed(one, device, shape, {"own": data + weight, "data": data, "weight": weight}) for one in row.returns)
-    return Price(kernels + sent, data, weight, returned, sent)
+    # Once an executor reorders, what runs behind gradients of weights is no longer fixed.
+    window = sum(_exposed(one, device, shape, {"own": data + weight, "data": data}) for one in row.returns)
+    return Price(kernels + sent, data, weight, returned, sent, window)
 
 
 def _work(work: Work, device: Device, precision: str, share: float) -> float:
