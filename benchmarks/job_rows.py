@@ -29,7 +29,7 @@ DATA = Path(__file__).parent / "data"
 MPT_KERNELS = {"a100": {"attention_share": 0.567, "hidden_share": 0.31}, "h100": {"attention_share": 0.495, "hidden_share": 0.355}}
 
 # Asynchronous tensor parallelism in torchtitan, by benchmarks/job_fit.py.
-TITAN_TENSOR_HIDDEN = 0.863
+TITAN_TENSOR_HIDDEN = 0.7455
 
 # Sharded weights and states in four bytes; layers compute with copies in two.
 FSDP = Numbers(weight_bytes=4, master_bytes=0, optimizer_bytes=8, gradient_bytes=4, reduced_bytes=4)
