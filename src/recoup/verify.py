@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ import recoup.torch
 from recoup.errors import UsageError, VerifyFailure
 from recoup.plan.plan import Plan
 from recoup.torch.apply import refuse_planned
+from recoup.torch.compiled.apply import side_by_side
 from recoup.torch.compiled.interfaces import is_compiled
-from recoup.torch.compiled.record import keeping_all
 from recoup.torch.meter import device_of, measure_peak, meter_for
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.state import Snapshot, find_state, generator_states, own_attributes, same_bits
@@ -118,8 +118,10 @@ def verify(
     refuse_planned(model)
     tell = progress if progress is not None else lambda done, total, text: None
     total = 4 if measure else 2
-    bench = _Bench(model, step, plan, gear, Snapshot.take(model, step))
-    with bench.snapshot:
+    with ExitStack() as stack:
+        # The stock partitioner recomputes too; what a compiled step is compared with is the one that keeps all.
+        turn = stack.enter_context(side_by_side(model, plan)) if is_compiled(model) else None
+        bench = _Bench(model, step, plan, gear, stack.enter_context(Snapshot.take(model, step)), turn)
         tell(0, total, "running unplanned steps")
         reference = bench.outcomes(steps, planned=False)
         tell(1, total, "running planned steps")
@@ -147,20 +149,22 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """Runs the step planned or unplanned, each time from the same state."""
+    """Runs the step planned or unplanned, each time from the same state; ``turn`` switches a compiled model between the two."""
 
     model: torch.nn.Module
     step: Step
     plan: Plan
     gear: str | None
     snapshot: Snapshot
+    turn: Callable[[bool], AbstractContextManager[object]] | None = None
 
     def _setting(self, planned: bool) -> AbstractContextManager[object]:
         """The model with or without the plan, from the first state; the static gear past the live calls it learns from."""
         self.snapshot.restore()
+        if self.turn is not None:
+            return self.turn(planned)
         if not planned:
-            # The stock partitioner recomputes too; the step to compare with is the one that keeps all.
-            return keeping_all(self.model) if is_compiled(self.model) else nullcontext()
+            return nullcontext()
         applied = recoup.torch.apply(self.model, self.plan, gear=self.gear)
         try:
             if (self.gear or self.plan.gear) == "static" and not self.plan.drops_nothing:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,13 +15,14 @@ from recoup.errors import PlanMismatch
 from recoup.graph.site import expand
 from recoup.plan import Plan
 from recoup.torch.compiled.joint import Joint
+from recoup.torch.compiled.record import KeepAll
 from recoup.torch.compiled.session import Label, Local, Logged, Piece
 from recoup.torch.compiled.sites import decisions_of
 from recoup.torch.compiled.step import site_in
 from recoup.torch.compiled.switch import session_for
 from recoup.torch.report import Report
 
-__all__ = ["AppliedCompiled", "Planned"]
+__all__ = ["AppliedCompiled", "Planned", "side_by_side"]
 
 
 class Planned:
@@ -96,15 +97,42 @@ class Planned:
             )
 
 
+@contextmanager
+def side_by_side(model: torch.nn.Module, plan: Plan) -> Generator[Callable[[bool], AbstractContextManager[object]]]:
+    """A way to run a compiled model by turns with the plan and with all kept, each compiled once.
+
+    Raises:
+        PlanMismatch: the plan is not for a compiled model.
+    """
+    demand_compiled(plan)
+    kept, planned = KeepAll(), Planned(plan)
+    with session_for(model, kept) as session:
+
+        def turn(with_plan: bool) -> AbstractContextManager[object]:
+            session.use(planned if with_plan else kept)
+            return nullcontext()
+
+        yield turn
+
+
+def demand_compiled(plan: Plan) -> None:
+    """Passes for plans of compiled steps.
+
+    Raises:
+        PlanMismatch: the plan is for another front-end.
+    """
+    if plan.frontend != "torch-compile":
+        raise PlanMismatch(
+            f"this plan was made for {plan.frontend}, but the model is compiled, where operations differ: record the compiled step and"
+            " solve again"
+        )
+
+
 class AppliedCompiled:
     """A plan at work on a compiled model. Remove it with ``remove()``, or use it as a context manager."""
 
     def __init__(self, model: torch.nn.Module, plan: Plan, forget: Callable[[], None]) -> None:
-        if plan.frontend != "torch-compile":
-            raise PlanMismatch(
-                f"this plan was made for {plan.frontend}, but the model is compiled, where operations differ: record the compiled step and"
-                " solve again"
-            )
+        demand_compiled(plan)
         self.model = model
         self.plan = plan
         self.gear = "compiled"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from recoup.torch.meter import device_of, measure_peak, resident_bytes
 from recoup.torch.state import Snapshot, reachable
 from recoup.torch.timing import synchronizer, time_step
 
-__all__ = ["KeepAll", "calls_of", "keeping_all", "record_compiled"]
+__all__ = ["KeepAll", "calls_of", "record_compiled"]
 
 Progress = Callable[[int, int, str], None]
 _TOTAL = 5
@@ -59,11 +59,6 @@ class KeepAll:
     def after(self, call: Logged) -> None:
         """Remembers the call."""
         self.calls.append(call)
-
-
-def keeping_all(model: torch.nn.Module) -> AbstractContextManager[object]:
-    """The compiled model with all kept, while this is open."""
-    return session_for(model, KeepAll())
 
 
 def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name: str, progress: Progress) -> StepGraph:

@@ -113,6 +113,12 @@ class Session:
         self._over = False
         self._lock = threading.RLock()
 
+    def use(self, chooser: Chooser) -> None:
+        """Let another chooser decide from the next call on; what was compiled for the same decisions before is not compiled again."""
+        self.chooser = chooser
+        for piece in self.pieces:
+            piece.by_label.clear()
+
     def handle(self, gm: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Compiled:
         """A new graph: compiled for the call that is about to come, and dispatched for all that follow."""
         self._begin_step()
