@@ -279,6 +279,20 @@ def test_errors_name_the_option_and_the_least_peak() -> None:
         by_name(model, "errors", "1KiB")(x)
 
 
+def test_what_stands_beside_the_graphs_is_counted_on_top() -> None:
+    peaks = []
+    for standing in (0, "1MiB"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Stack()
+        options = {"budget": "1GiB", "kernels": "aten", "step": "standing", "standing_bytes": standing}
+        stepping(model, torch.compile(model, backend="recoup", options=options), rows())()
+        plan = compiled_plan(options)
+        assert plan is not None
+        peaks.append(plan.peak_bytes)
+    assert peaks[1] == peaks[0] + 2**20
+
+
 def test_a_share_that_is_too_small_is_refused_once_the_step_is_known() -> None:
     model, x = Stack(inside="break"), rows()
     step = stepping(model, by_name(model, "too small", "5%"), x)

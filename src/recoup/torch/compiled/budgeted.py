@@ -40,7 +40,7 @@ class Settings:
         budget: bytes of the step's peak: parameters, inputs, activations, gradients, and ``standing_bytes``.
         kernels: ``inductor``, or ``aten`` for plain ATen kernels.
         strategy: ``optimal``, or a named strategy.
-        standing_bytes: what stands beside the graphs: optimizer states, gradients that are not set to None, other models.
+        standing_bytes: what stands beside the graphs' own parameters and inputs: optimizer states, gradients that are not set to None, other models.
         time_limit_seconds: how long to search; the best plan so far is taken then.
         step: a name that keeps several compiled steps of one process apart.
     """
@@ -135,7 +135,7 @@ class Budgeted:
         calls = self._planable()
         if not calls:
             return
-        graph = combined(calls_of(calls), standing_bytes=self.settings.standing_bytes, name="compiled step").graph
+        graph = combined(calls_of(calls), beside_bytes=self.settings.standing_bytes, name="compiled step").graph
         budget_bytes = self.settings.budget.resolve(simulate(graph).peak_bytes)
         self.plan = self._plan_for(graph, budget_bytes)
         before, now = set(self.planned), frozenset(map(_key, calls))

@@ -60,15 +60,16 @@ def site_in(site: str, prefix: str = "", turn: int = 0) -> str:
     return f"{whole}{'@' + str(turn) if turn else ''}{slash}{rest}"
 
 
-def combined(calls: Sequence[Call], *, standing_bytes: int = 0, name: str = "compiled") -> Step:
+def combined(calls: Sequence[Call], *, standing_bytes: int = 0, beside_bytes: int = 0, name: str = "compiled") -> Step:
     """The step that makes these calls in this order and then runs their backward passes.
 
     Args:
         calls: in the order in which they ran.
         standing_bytes: what stands before the step and during all of it, parameters and inputs of the graphs included.
+        beside_bytes: what stands beside these all the while.
         name: what reports call the step.
     """
-    return _Combining(calls, standing_bytes).step(name)
+    return _Combining(calls, standing_bytes, beside_bytes).step(name)
 
 
 @dataclass(slots=True)
@@ -85,8 +86,9 @@ class _Life:
 
 
 class _Combining:
-    def __init__(self, calls: Sequence[Call], standing_bytes: int) -> None:
+    def __init__(self, calls: Sequence[Call], standing_bytes: int, beside_bytes: int) -> None:
         self.calls = calls
+        self.beside_bytes = beside_bytes
         self.standing_bytes = standing_bytes
         self.outside = [call.joint.graph.backwards[0] for call in calls]
         self.ops: list[Op] = []
@@ -250,8 +252,8 @@ class _Combining:
 
     def _rest(self, storages: list[Storage]) -> list[Storage]:
         """What stands beside the graphs' own inputs, as one storage."""
-        left = self.standing_bytes - sum(storage.bytes for storage in storages if storage.born < 0)
-        if left <= 0:
+        left = max(self.standing_bytes - sum(storage.bytes for storage in storages if storage.born < 0), 0) + self.beside_bytes
+        if not left:
             return []
         return [Storage(id=len(storages), bytes=left, kind="outside", site="", dies=self.count, unheld_dies=self.count)]
 
