@@ -40,7 +40,8 @@ class Settings:
         budget: bytes of the step's peak: parameters, inputs, activations, gradients, and ``standing_bytes``.
         kernels: ``inductor``, or ``aten`` for plain ATen kernels.
         strategy: ``optimal``, or a named strategy.
-        standing_bytes: what stands beside the graphs' own parameters and inputs: optimizer states, gradients that are not set to None, other models.
+        standing_bytes: what stands beside the graphs' own parameters and inputs: optimizer states, gradients that are not set to None,
+            other models.
         time_limit_seconds: how long to search; the best plan so far is taken then.
         step: a name that keeps several compiled steps of one process apart.
     """
