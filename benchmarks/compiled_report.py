@@ -16,6 +16,9 @@ __all__ = ["Row", "compiled_figure", "curve_table", "read_rows", "summary_table"
 
 _STYLES = {"stock": {"color": "#D55E00", "marker": "s", "linestyle": "--"}, "recoup": {"color": "#0072B2", "marker": "o", "linestyle": "-"}}
 
+_WRONG = 1e-3
+"""Gradients further off than this, relative to their largest element, are not those of another order of additions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -100,22 +103,30 @@ def summary_table(rows: Sequence[Row]) -> Table:
     table = Table(title="Recoup at the measured peak of each stock point (below 1: Recoup is faster, or lower)")
     for header in ("workload", "kernels", "stock ratio"):
         table.add_column(header)
-    for header in ("stock MiB", "time / stock's", "measured / predicted", "compile / stock's at 1"):
+    for header in ("stock MiB", "time / stock's", "stock's peak / peak at its time", "measured / predicted", "compile / stock's at 1"):
         table.add_column(header, justify="right")
     for stock in (row for row in rows if row.variant == "stock"):
         same = [row for row in rows if (row.workload, row.kernels) == (stock.workload, stock.kernels)]
         own = next((row for row in same if row.variant == "recoup" and row.setting == f"at stock {stock.setting}"), None)
         first = next((row for row in same if row.variant == "stock" and row.setting == "1"), None)
         if own is None or own.note:
-            cells = ["does not fit" if own else "-", "-", "-"]
+            cells = ["does not fit" if own else "-", ratio(_lower(stock, same)), "-", "-"]
         else:
             cells = [
                 ratio(_over(own.step_seconds, stock.step_seconds)),
+                ratio(_lower(stock, same)),
                 ratio(_over(own.measured_peak_bytes, own.predicted_peak_bytes)),
                 ratio(_over(own.compile_seconds, first.compile_seconds if first else None)),
             ]
         table.add_row(stock.workload, stock.kernels, stock.setting, mebibytes(stock.measured_peak_bytes), *cells)
     return table
+
+
+def _lower(stock: Row, rows: Sequence[Row]) -> float | None:
+    """How many times lower than the stock peak is the lowest of Recoup's peaks that takes no more time; None if there is none."""
+    allowed = stock.step_seconds or 0.0
+    peaks = [row.measured_peak_bytes for row in rows if row.variant == "recoup" and (row.step_seconds or float("inf")) <= allowed]
+    return _over(stock.measured_peak_bytes, min((peak for peak in peaks if peak is not None), default=None))
 
 
 def _over(value: float | None, other: float | None) -> float | None:
@@ -150,15 +161,9 @@ def _draw(axes: Any, rows: Sequence[Row]) -> None:
             places.sort()  # the stock curve stays in the order of its ratios, and so shows where a lower one has the higher peak
         if places:
             axes.plot(*zip(*places, strict=True), label=variant, linewidth=1.4, markersize=6, **style)
-        wrong = [
-            place for place, row in zip([(r.measured_peak_bytes, r.relative_time) for r in measured], measured, strict=True)
-            if (row.gradient_difference or 0) > 1e-3
-        ]  # fmt: skip
+        wrong = [((row.measured_peak_bytes or 0) / whole, row.relative_time) for row in measured if (row.gradient_difference or 0) > _WRONG]
         if wrong:
-            axes.plot(
-                [(peak or 0) / whole for peak, _ in wrong], [time for _, time in wrong], marker="x", color="black",
-                linestyle="none", markersize=11, label="wrong gradients",
-            )  # fmt: skip
+            axes.plot(*zip(*wrong, strict=True), marker="x", color="black", linestyle="none", markersize=11, label="wrong gradients")
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
