@@ -37,7 +37,7 @@ from recoup.torch.state import reachable
 __all__ = ["main"]
 
 KERNELS = ("aten", "inductor")
-Step = Callable[[], object]
+Step = Callable[[], Tensor]
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Bench:
     """One workload under one kind of kernels.
 
     Attributes:
-        reference: gradients of the step that keeps all, by parameter; empty before it has run.
+        reference: gradients of the step that keeps all, by parameter, and its loss at ''; empty before it has run.
         graph: the step that keeps all, as Recoup sees it.
         entries: what has been compiled so far.
     """
@@ -82,19 +82,20 @@ class Bench:
         self.model.compile(backend=backend, options=options) if options else self.model.compile(backend=backend)
         with watched() as seen:
             start = time.perf_counter()
-            self.step()
-            gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+            loss = self.step()
+            found = {"": loss} | {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
             self.step()  # a step of several graphs gets its final plan here
             taken = time.perf_counter() - start
-        self.reference, self.graph = self.reference or gradients, self.graph or seen.graph
+        self.reference, self.graph = self.reference or found, self.graph or seen.graph
         row = Row(
             self.name,
             self.kernels,
             variant,
             setting,
             measured_peak_bytes=measure_peak(self.step, self.model),
-            gradient_difference=max(_difference(gradients[name], expected) for name, expected in self.reference.items()),
-            bitwise_equal=all(torch.equal(gradients[name], expected) for name, expected in self.reference.items()),
+            gradient_difference=max(_difference(found[name], expected) for name, expected in self.reference.items() if name),
+            bitwise_equal=all(torch.equal(found[name], expected) for name, expected in self.reference.items()),
+            loss_equal=torch.equal(loss, self.reference[""]),
             solve_seconds=seen.solve_seconds,
             pricing_seconds=seen.pricing_seconds,
         )
@@ -206,7 +207,7 @@ def loaded(name: str, options: argparse.Namespace) -> tuple[nn.Module, Step]:
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning that breaks the graph
 
-    def step() -> object:
+    def step() -> Tensor:
         torch.manual_seed(0)
         return once()
 

@@ -35,7 +35,8 @@ class Row:
         relative_time: ``step_seconds`` over that of the step that keeps all.
         compile_seconds: the first two steps less two medians.
         solve_seconds, pricing_seconds: Recoup's share of it.
-        bitwise_equal: whether every gradient has the bits of the step that keeps all.
+        bitwise_equal: whether the loss and every gradient have the bits of the step that keeps all.
+        loss_equal: whether the loss has the bits of that step's; if so, the forward drew the same random numbers.
         gradient_difference: the largest difference of an element over the largest element, of all parameters.
         gap: how far the plan can be from the optimum.
         note: why there is no number.
@@ -55,6 +56,7 @@ class Row:
     solve_seconds: float = 0.0
     pricing_seconds: float = 0.0
     bitwise_equal: bool | None = None
+    loss_equal: bool | None = None
     gradient_difference: float | None = None
     gap: float | None = None
     note: str = ""
