@@ -22,9 +22,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from benchmarks.compiled_report import Row, compiled_figure, curve_table, read_rows, summary_table
-from benchmarks.measuring import Advance, arguments, chosen_workloads, progress_bar, rounds, sizes, write
+from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, progress_bar, rounds, sizes, write
 from benchmarks.workloads import load
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
@@ -238,11 +239,14 @@ def add_recoup_rows(bench: Bench, points: int, advance: Advance) -> list[Row]:
     for setting, budget_bytes in wanted.items():
         assert budget_bytes is not None
         advance(f"{bench.name} {bench.kernels}: recoup {setting}")
-        if budget_bytes < least:
-            note = f"does not fit: needs {least / 2**20:.1f} MiB"
-            missing.append(Row(bench.name, bench.kernels, "recoup", setting, budget_bytes=budget_bytes, note=note))
-        else:
+        try:
             bench.add_recoup(setting, budget_bytes, standing)
+        except BackendCompilerFailed as error:
+            # Prices are measured anew for each row, and the search for the least peak goes by them.
+            if not isinstance(error.inner_exception, InfeasibleBudget):
+                raise
+            note = f"does not fit: needs {mebibytes(error.inner_exception.least_bytes)} MiB"
+            missing.append(Row(bench.name, bench.kernels, "recoup", setting, budget_bytes=budget_bytes, note=note))
     return missing
 
 
