@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["COMPILED", "LIVE", "STATIC", "Capabilities", "capabilities", "gears_of"]
+__all__ = ["COMPILED", "JIT", "LIVE", "STATIC", "Capabilities", "capabilities", "gears_of"]
 
 
 class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An executor's reach and overheads.
 
     Attributes:
-        name: the gear: ``live``, ``static`` or ``compiled``.
+        name: the gear: ``live``, ``static``, ``compiled`` or ``jit``.
         keeps_unsaved: can hold, for a replay, an activation that autograd itself does not save.
         replays_random: can replay operations flagged ``random`` (their generator state is captured).
         rebuilds_again: can let copies of a storage go and rebuild it later again.
@@ -37,15 +37,17 @@ LIVE = Capabilities(name="live", keeps_unsaved=True, replays_random=True, captur
 STATIC = Capabilities(
     name="static", keeps_unsaved=False, replays_random=False, capture_seconds=0.0, replay_seconds=25e-6, pack_seconds=7.5e-6
 )
+# JAX: the plan is compiled in, and what is made again is fused, so that an operation adds next to nothing of its own.
+JIT = Capabilities(name="jit", keeps_unsaved=True, replays_random=True, replay_seconds=1e-7)
 
 # Replays are operations of the compiled graph like all others: they cost what the graph says, and nothing more.
 COMPILED = Capabilities(name="compiled", keeps_unsaved=True, replays_random=True)
-_ALL = (LIVE, STATIC, COMPILED)
+_BY_FRONTEND = {"torch-eager": (LIVE, STATIC), "torch-compile": (COMPILED,), "jax": (JIT,)}
 
 
 def gears_of(frontend: str) -> tuple[Capabilities, ...]:
     """The executors that can run plans for a front-end's graphs."""
-    return (COMPILED,) if frontend == "torch-compile" else (LIVE, STATIC)
+    return _BY_FRONTEND.get(frontend, (LIVE, STATIC))
 
 
 def capabilities(gear: str) -> Capabilities:
@@ -54,4 +56,4 @@ def capabilities(gear: str) -> Capabilities:
     Raises:
         KeyError: no gear has that name.
     """
-    return {executor.name: executor for executor in _ALL}[gear]
+    return {executor.name: executor for executors in _BY_FRONTEND.values() for executor in executors}[gear]

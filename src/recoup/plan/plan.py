@@ -17,7 +17,7 @@ from recoup.graph.site import expand
 __all__ = ["FORMAT", "Action", "Decision", "Plan"]
 
 FORMAT = 1
-Action = Literal["keep", "recompute"]
+Action = Literal["keep", "recompute", "offload"]
 
 
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -25,7 +25,7 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         site: storage site, ranges collapsed: ``layers.[0-11].mlp/gelu``.
-        action: ``keep`` or ``recompute``.
+        action: ``keep``, ``recompute``, or ``offload`` to the host.
         bytes: bytes of all storages that the site names.
         why: the reason, as a person reads it.
         held_from: for ``recompute``, the site that the backward must have asked for before a rebuilt copy is held; until then
@@ -63,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         fingerprint: of the graph the plan was made for.
         signature: the model's input shapes that it was made for.
         environment: versions and settings it was made under.
-        gear: ``live``, ``static`` or ``compiled``, the executor whose capabilities it was solved for.
+        gear: ``live``, ``static``, ``compiled`` or ``jit``, the executor whose capabilities it was solved for.
         strategy: who decided.
         budget_bytes: the budget; 0 for a strategy that has none.
         peak_bytes: simulated peak of the planned step.
@@ -78,6 +78,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         solve_seconds: time the solver took.
         root_calls: how many outermost calls of the model's modules one step makes.
         watch: module calls (``path`` or ``path@call``, ranges collapsed) in which other modules' dropped storages are written in place.
+        stretches: for loops that are split (JAX), the turns of a stretch, outermost first, by the loop's module path.
         decisions: what is decided, in the order of the step.
     """
 
@@ -86,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fingerprint: str
     signature: str = ""
     environment: dict[str, str] = {}
-    gear: Literal["live", "static", "compiled"] = "live"
+    gear: Literal["live", "static", "compiled", "jit"] = "live"
     strategy: str
     budget_bytes: int = 0
     peak_bytes: int
@@ -100,12 +101,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     solve_seconds: float = 0.0
     root_calls: int = 1
     watch: tuple[str, ...] = ()
+    stretches: dict[str, tuple[int, ...]] = {}
     decisions: tuple[Decision, ...] = ()
 
     @cached_property
     def recompute_sites(self) -> frozenset[str]:
         """Sites of the storages to recompute, ranges expanded."""
         return frozenset(site for decision in self.decisions if decision.action == "recompute" for site in expand(decision.site))
+
+    @cached_property
+    def offload_sites(self) -> frozenset[str]:
+        """Sites of the storages that wait in the host's memory, ranges expanded."""
+        return frozenset(site for decision in self.decisions if decision.action == "offload" for site in expand(decision.site))
 
     @cached_property
     def held_from_sites(self) -> dict[str, str]:
@@ -131,4 +138,4 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def drops_nothing(self) -> bool:
         """Whether the planned step is the unplanned one."""
-        return not self.recompute_sites
+        return not (self.recompute_sites or self.offload_sites or self.stretches)

@@ -40,8 +40,11 @@ def price_in_words(plan: Plan) -> list[str]:
 def decisions_in_words(plan: Plan) -> list[str]:
     """What is recomputed and what is kept for replays, the largest groups first."""
     lines: list[str] = []
-    for action, title in (("recompute", "recompute"), ("keep", "keep for replays")):
+    for action, title in (("recompute", "recompute"), ("offload", "offload to the host"), ("keep", "keep for replays")):
         lines.extend(_decided([decision for decision in plan.decisions if decision.action == action], title))
+    lines.extend(
+        f"split {loop} into stretches of {', then '.join(map(str, lengths))} turns" for loop, lengths in sorted(plan.stretches.items())
+    )
     if plan.drops_nothing:
         lines.append("recompute nothing: the step is left as it is")
     return lines

@@ -1,0 +1,230 @@
+"""Running a region by its plan: the forward keeps what is kept, the backward makes the rest again when it is first asked for.
+
+What a backward equation asks for is made as one group. The values that the group starts from are tied to the cotangent in
+flight (``recoup.jax.ties``): so XLA can neither merge the group with the forward that it repeats, nor run it before the backward
+has come so far. Without the tie, common-subexpression elimination undoes recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from recoup.jax.costs import ALIASES
+from recoup.jax.jaxprs import bind, is_dropped, is_literal, values_of
+from recoup.jax.joint import Joint
+from recoup.jax.naming import module_of, scope_of
+from recoup.jax.ties import tie
+
+__all__ = ["Region"]
+
+_FREE = ALIASES | {"iota"}
+
+
+class Region:
+    """A joint jaxpr and the early variables that its backward finds kept.
+
+    Attributes:
+        kept: early results that the forward hands to the backward, in order.
+        carried: of the inputs in ``behind``, those that the backward reads, handed over like results.
+        behind: inputs that do not stand in the backward by themselves (a loop's carry).
+        host: kept results that wait in the host's memory.
+        holds: for results that are made again more than once, the one that must have been asked for before they are held.
+        roots: of views, the variable that they are a view of.
+    """
+
+    def __init__(
+        self, joint: Joint, kept: Iterable[Any], behind: Iterable[Any] = (), host: Iterable[Any] = (),
+        holds: Mapping[Any, Any] | None = None, roots: Mapping[Any, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.joint = joint
+        self.kept = tuple(dict.fromkeys(kept))
+        self.behind = frozenset(behind)
+        self.host = frozenset(host)
+        self.holds, self.roots = dict(holds or {}), dict(roots or {})
+        self._standing = {*self.kept, *joint.given, *joint.jaxpr.constvars}
+
+    @cached_property
+    def carried(self) -> tuple[Any, ...]:
+        """Inputs in ``behind`` that the live backward reads, itself or to make something again."""
+        asked: set[Any] = set()
+        for number in self._backward_live:
+            for atom in self.joint.jaxpr.eqns[number].invars:
+                if not is_literal(atom) and atom not in self.joint.dependent:
+                    asked |= self._leaves(atom)
+        for atom in self.joint.gradients:
+            if not is_literal(atom) and atom not in self.joint.dependent:
+                asked |= self._leaves(atom)
+        return tuple(var for var in self.joint.given if var in asked and var in self.behind)
+
+    @property
+    def handed(self) -> tuple[Any, ...]:
+        """All that the forward hands to the backward."""
+        return (*self.kept, *self.carried)
+
+    @cached_property
+    def _backward_live(self) -> tuple[int, ...]:
+        # Gradients that the step does not ask for must be right all the same, so their equations count here.
+        return self.joint.backward
+
+    def _leaves(self, var: Any) -> set[Any]:
+        """The standing variables that making ``var`` starts from."""
+        found, stack, seen = set(), [var], set()
+        while stack:
+            one = stack.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in self._standing:
+                found.add(one)
+            elif one in self.joint.sources:
+                stack.extend(atom for atom in self.joint.jaxpr.eqns[self.joint.sources[one]].invars if not is_literal(atom))
+        return found
+
+    def forward(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The region's results, and what is handed to the backward."""
+        joint = self.joint
+        env = dict(zip(joint.jaxpr.constvars, joint.consts, strict=True)) | dict(zip(joint.given, args, strict=True))
+        for number in self._forward_slice:
+            eqn = joint.jaxpr.eqns[number]
+            with scope_of(module_of(eqn)):
+                outputs = bind(eqn, values_of(eqn.invars, env))
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        handed = [to_host(env[var]) if var in self.host else env[var] for var in self.handed]
+        return values_of(joint.results, env), handed
+
+    @cached_property
+    def _forward_slice(self) -> list[int]:
+        return self.joint.forward_slice([*self.joint.results, *self.kept])
+
+    def backward(self, args: dict[Any, Any], handed: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The gradients, one for each sloped input; ``args`` are the inputs that still stand, by variable."""
+        return _Backward(self, args, handed, cotangents).gradients()
+
+    def function(self) -> Callable[..., tuple[Any, ...]]:
+        """The region as a differentiable function of its inputs."""
+
+        @jax.custom_vjp
+        def planned(*args: Any) -> tuple[Any, ...]:
+            return tuple(self.forward(args)[0])
+
+        def forward(*args: Any) -> tuple[tuple[Any, ...], Any]:
+            outputs, handed = self.forward(args)
+            return tuple(outputs), (handed, args)
+
+        def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+            handed, args = residuals
+            flowing = [cotangents[place] for place in self.joint.sloped_outputs]
+            found = self.backward(dict(zip(self.joint.given, args, strict=True)), handed, flowing)
+            by_place = dict(zip(self.joint.sloped, found, strict=True))
+            return tuple(by_place.get(place) for place in range(self.joint.inputs))
+
+        planned.defvjp(forward, backward)
+        return planned
+
+
+class _Backward:
+    """One run of the backward: what stands, and what has been made again so far."""
+
+    def __init__(self, region: Region, args: dict[Any, Any], handed: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        joint = region.joint
+        self.joint, self.region = joint, region
+        self.standing = dict(zip(joint.jaxpr.constvars, joint.consts, strict=True)) | args
+        self.away = {}
+        for var, value in zip(region.handed, handed, strict=True):
+            (self.away if var in region.host else self.standing)[var] = value
+        self.env = dict(zip(joint.cotangents, cotangents, strict=True))
+        self.given = frozenset(joint.given)
+        self.remade: dict[Any, Any] = {}
+        # Roots that the backward has asked for so far.
+        self.reached: set[Any] = set()
+
+    def gradients(self) -> list[Any]:
+        """Runs it all."""
+        eqns, live = self.joint.jaxpr.eqns, self.joint.live
+        for number in self.joint.backward:
+            eqn = eqns[number]
+            asked = [atom for atom in eqn.invars if not is_literal(atom) and atom not in self.joint.dependent]
+            flowing = [atom for atom in eqn.invars if not is_literal(atom) and atom in self.joint.dependent]
+            self._have(asked, flowing if number in live else [])
+            with scope_of(module_of(eqn)):
+                outputs = bind(eqn, [atom.val if is_literal(atom) else self._value(atom) for atom in eqn.invars])
+            self.env.update(zip(eqn.outvars, outputs, strict=True))
+        self._have([atom for atom in self.joint.gradients if not is_literal(atom) and atom not in self.joint.dependent], [])
+        return [atom.val if is_literal(atom) else self._value(atom) for atom in self.joint.gradients]
+
+    def _value(self, var: Any) -> Any:
+        for place in (self.env, self.standing, self.remade):
+            if var in place:
+                return place[var]
+        raise KeyError(var)
+
+    def _have(self, asked: Sequence[Any], flowing: Sequence[Any]) -> None:
+        """Make what is asked for and does not stand, one after the other, tied to the cotangents in flight."""
+        for var in asked:
+            self.reached.add(self._root(var))
+            self._make(var, flowing)
+
+    def _make(self, asked: Any, flowing: Sequence[Any]) -> None:
+        group, reads = self._group([asked])
+        self._fetch([asked, *reads])
+        if not group:
+            return
+        leaves = list(dict.fromkeys(var for var in reads if var in self.standing or var in self.remade))
+        values = [self._value(var) for var in leaves]
+        eqns = self.joint.jaxpr.eqns
+        if flowing and leaves and any(eqns[number].primitive.name not in _FREE for number in group):
+            values, tied = tie(values, [self.env[var] for var in flowing], [var in self.given for var in leaves])
+            self.env.update(zip(flowing, tied, strict=True))
+        local = dict(zip(leaves, values, strict=True))
+        for number in sorted(group):
+            eqn = eqns[number]
+            with scope_of(module_of(eqn)):
+                outputs = bind(eqn, values_of(eqn.invars, local))
+            local.update(zip(eqn.outvars, outputs, strict=True))
+            made = (var for var in eqn.outvars if not is_dropped(var) and var not in self.standing)
+            self.remade.update((var, local[var]) for var in made if var is asked or self._is_held(var))
+
+    def _root(self, var: Any) -> Any:
+        return self.region.roots.get(var, var)
+
+    def _is_held(self, var: Any) -> bool:
+        """Whether a result made again stays for later; one that waits for another's turn goes, and is made once more."""
+        root = self._root(var)
+        return root not in self.region.holds or root in self.reached or self.region.holds[root] in self.reached
+
+    def _group(self, asked: Sequence[Any]) -> tuple[set[int], list[Any]]:
+        """The equations to run again, and the variables that they read."""
+        group: set[int] = set()
+        reads: list[Any] = []
+        stack = list(asked)
+        while stack:
+            var = stack.pop()
+            if var in self.standing or var in self.away or var in self.remade:
+                continue
+            number = self.joint.sources[var]
+            if number not in group:
+                group.add(number)
+                read = [atom for atom in self.joint.jaxpr.eqns[number].invars if not is_literal(atom)]
+                reads.extend(read)
+                stack.extend(read)
+        return group, reads
+
+    def _fetch(self, wanted: Iterable[Any]) -> None:
+        """Bring back from the host what is wanted now."""
+        for var in wanted:
+            if var in self.away:
+                self.standing[var] = to_device(self.away.pop(var))
+
+
+def to_host(value: Any) -> Any:
+    """Into the host's pinned memory; where the platform has one memory only, XLA drops the transfer."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def to_device(value: Any) -> Any:
+    """Back into the device's memory."""
+    return jax.device_put(value, jax.memory.Space.Device)
