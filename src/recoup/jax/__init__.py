@@ -1,9 +1,15 @@
-"""JAX: record a loss, solve for a budget, run the plan under ``jit``, prove that gradients did not change."""
+"""JAX: record a loss, solve for a budget, run the plan under ``jit``, prove that gradients did not change.
 
+    planned = recoup.jax.fit(loss, params, batch, budget="6GiB")  # record, solve, apply, verify
+    step = jax.jit(jax.value_and_grad(planned))
+"""
+
+from recoup.jax.fitting import Fitted, fit
 from recoup.jax.planned import Planned, apply
 from recoup.jax.record import record
 from recoup.jax.recording import Recording
 from recoup.jax.residuals import residual_bytes
 from recoup.jax.solving import solve
+from recoup.jax.verifying import Verification, verify
 
-__all__ = ["Planned", "Recording", "apply", "record", "residual_bytes", "solve"]
+__all__ = ["Fitted", "Planned", "Recording", "Verification", "apply", "fit", "record", "residual_bytes", "solve", "verify"]

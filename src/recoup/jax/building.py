@@ -3,6 +3,7 @@
 - Views (reshapes, transposes, broadcasts, tags) are their operand's storage.
 - A chain of elementwise equations in which each result has one reader runs as one operation, as XLA fuses it: its inner
   results never stand in memory. Nothing that the backward reads is lost by it, for that has a second reader.
+- Gradients that the step returns have buffers that stand from the start: XLA puts nothing else in them.
 - All that belongs to a planned loop is one operation in the forward and one in the backward; what it hands from the one to
   the other is one storage, its *stack*.
 """
@@ -256,6 +257,8 @@ class _Builder:
         readers = sorted({reader for value in group for reader in value.readers})
         until = forward_end if self.root and unit.section == "forward" else end
         dies = max([born + 1, *(reader + 1 for reader in readers), *([until] if first.stays else [])])
+        if self._is_result(first):
+            return Storage(id=number, bytes=count, kind="gradient", writes=(born,), born=-1, dies=max(end, 1), unheld_dies=max(end, 1))
         if unit.section == "backward":
             return Storage(id=number, bytes=count, kind="gradient", producer=born, born=born, dies=dies, unheld_dies=dies)
         inside = max([born + 1, *(reader + 1 for reader in readers if self.units[reader].section == "forward"), *([until] if first.stays else [])])
@@ -265,6 +268,10 @@ class _Builder:
             id=number, bytes=count, kind="activation", site=site, producer=born, born=born, dies=dies, unheld_dies=min(inside, dies),
             replayable=self._refusal(unit),
         )  # fmt: skip
+
+    def _is_result(self, value: _Value) -> bool:
+        """Whether XLA allocates it before the step begins: gradients have buffers of their own, which nothing else shares."""
+        return value.stays and not self.root and value.producer is not None and self.units[value.producer].section == "backward"
 
     def _kind(self, var: Any) -> Any:
         kinds = dict(zip(self.joint.given, self.given, strict=True))
@@ -287,10 +294,12 @@ class _Builder:
     def _op(self, place: int, unit: _Unit, site: str) -> Op:
         eqns = [self.eqns[number] for number in unit.eqns]
         reads, makes = self.reads[place], self.makes[place]
+        written = [value for value in makes if self._is_result(value)]
         flops = sum(map(flops_of, eqns))
         moved = moved_of(eqns, sum(value.bytes for value in reads), sum(value.bytes for value in makes))
         return Op(
-            id=place, site=site, target=unit.name, inputs=tuple(map(_ref, reads)), outputs=tuple(map(_ref, makes)),
+            id=place, site=site, target=unit.name, inputs=tuple(map(self._ref, reads)), outputs=tuple(map(self._ref, makes)),
+            mutates=tuple(value.id for value in written),
             seconds=0.0 if unit.loop else seconds_of(eqns, moved, self.rates), flops=flops,
             scratch_bytes=0 if unit.loop else max(map(scratch_of, eqns), default=0),
             flags=("effect",) if any(eqn.effects for eqn in eqns) else (), module=unit.module, phase=unit.section, provenance="modelled",
@@ -302,7 +311,7 @@ class _Builder:
         for value in self.values.values():
             if value.producer is not None and self.units[value.producer].section == "forward":
                 later = [reader for reader in value.readers if ops[reader].phase == "backward"]
-                found.extend(Save(ref=_ref(value), packed_at=value.producer + 1, unpacked_at=(at,), released_at=at + 1) for at in later)
+                found.extend(Save(ref=self._ref(value), packed_at=value.producer + 1, unpacked_at=(at,), released_at=at + 1) for at in later)
         return tuple(found)
 
     def _blocks(self) -> tuple[str, ...]:
@@ -315,6 +324,5 @@ class _Builder:
                 heads.setdefault(".".join(parts[:number]), []).append(".".join(parts[: number + 1]))
         return tuple(path for paths in heads.values() if len(set(paths)) > 1 for path in dict.fromkeys(paths))
 
-
-def _ref(value: _Value) -> Ref:
-    return Ref(value.id, 0, View((value.count,), (1,), 0, value.dtype))
+    def _ref(self, value: _Value) -> Ref:
+        return Ref(value.id, int(self._is_result(value)), View((value.count,), (1,), 0, value.dtype))

@@ -21,7 +21,7 @@ from recoup.plan.capabilities import JIT
 from recoup.simulate import Simulation, simulate
 from recoup.simulate.index import replays
 
-__all__ = ["Figures", "Way", "figures_of", "residual_bytes", "with_loops"]
+__all__ = ["Figures", "Way", "figures_of", "kept_storages", "residual_bytes", "with_loops"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Way:
     figures: Figures = Figures(0, 0.0, 0.0, 0, 0)
 
 
-def residual_bytes(graph: StepGraph, recompute: frozenset[int]) -> int:
-    """Bytes that the forward hands to the backward: what is saved and not recomputed, and what replays start from."""
+def kept_storages(graph: StepGraph, recompute: frozenset[int]) -> frozenset[int]:
+    """Activations that the forward hands to the backward: what is saved and not recomputed, and what replays start from."""
     index = replays(graph)
     kept = {save.ref.storage for save in graph.saves} - recompute
     stack, seen = [v for v in recompute if index.saves_of[v]], set()
@@ -73,9 +73,14 @@ def residual_bytes(graph: StepGraph, recompute: frozenset[int]) -> int:
         for u in index.inputs_of[v]:
             if u in recompute:
                 stack.append(u)
-            elif index.is_activation[u]:
+            else:
                 kept.add(u)
-    return sum(index.bytes[v] for v in kept if index.is_activation[v])
+    return frozenset(v for v in kept if index.is_activation[v])
+
+
+def residual_bytes(graph: StepGraph, recompute: frozenset[int]) -> int:
+    """Bytes of what the forward hands to the backward."""
+    return sum(graph.storages[v].bytes for v in kept_storages(graph, recompute))
 
 
 def figures_of(body: Body, graph: StepGraph, recompute: frozenset[int], stretches: tuple[int, ...]) -> Figures:
@@ -119,15 +124,20 @@ def _with_loop(graph: StepGraph, name: str, figures: Figures) -> StepGraph:
     ops = list(graph.ops)
     places = {op.phase: op.id for op in ops if op.module == name and op.target == "scan"}
     forward, backward = places["forward"], places.get("backward")
-    ops[forward] = msgspec.structs.replace(ops[forward], seconds=figures.forward_seconds, scratch_bytes=figures.forward_scratch_bytes)
+    ops[forward] = _filled(ops[forward], figures.forward_seconds, figures.forward_scratch_bytes)
     if backward is None:
         return msgspec.structs.replace(graph, ops=tuple(ops))
-    ops[backward] = msgspec.structs.replace(ops[backward], seconds=figures.backward_seconds, scratch_bytes=figures.backward_scratch_bytes)
+    ops[backward] = _filled(ops[backward], figures.backward_seconds, figures.backward_scratch_bytes)
     site = site_of(name, 0, "stack", 0)
     stack = next((storage.id for storage in graph.storages if storage.site == site), None)
     if stack is None:
         return _with_stack(graph, ops, forward, backward, site, figures.stack_bytes)
     return _with_stack_of(graph, ops, stack, figures.stack_bytes)
+
+
+def _filled(op: Op, seconds: float, scratch: int) -> Op:
+    """A loop's operation with its figures; scratch that a correction put there stays."""
+    return msgspec.structs.replace(op, seconds=seconds, scratch_bytes=op.scratch_bytes + scratch)
 
 
 def _with_stack_of(graph: StepGraph, ops: list[Op], stack: int, count: int) -> StepGraph:

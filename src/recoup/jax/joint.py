@@ -100,6 +100,15 @@ class Joint:
         needed = {atom for atom in (*self.results, *wanted) if not is_literal(atom)}
         return frozenset(_slice(self.jaxpr, needed, range(len(self.jaxpr.eqns))))
 
+    @cached_property
+    def last_reader(self) -> dict[Any, int]:
+        """For each variable the last live equation that reads it; for gradients that are asked for, beyond the last."""
+        found = {atom: number for number in sorted(self.live) for atom in self.jaxpr.eqns[number].invars if not is_literal(atom)}
+        for place, atom in zip(self.sloped, self.gradients, strict=True):
+            if place in self.wanted and not is_literal(atom):
+                found[atom] = len(self.jaxpr.eqns)
+        return found
+
     def forward_slice(self, targets: Sequence[Any]) -> list[int]:
         """The early equations that make the targets, and those with effects, in order."""
         return _slice(self.jaxpr, {atom for atom in targets if not is_literal(atom)}, self.early)

@@ -13,13 +13,14 @@ from recoup.errors import PlanMismatch
 from recoup.jax.building import Built
 from recoup.jax.calls import Call, Convention, same_fixed
 from recoup.jax.costs import rates_for
-from recoup.jax.record import Prepared, prepare, prepare_call
-from recoup.jax.regions import Decided, Traced, traced
+from recoup.jax.figures import kept_storages, residual_bytes
+from recoup.jax.jaxprs import bytes_of
+from recoup.jax.record import Prepared, flat_loss, prepare, prepare_call
+from recoup.jax.regions import Decided, traced
 from recoup.jax.running import Region
 from recoup.plan import Plan
-from recoup.simulate.index import replays
 
-__all__ = ["Planned", "apply", "planned_flat"]
+__all__ = ["Planned", "PlannedStep", "apply", "planned_step"]
 
 Loss = Callable[..., Any]
 Flat = Callable[..., Sequence[Any]]
@@ -48,7 +49,7 @@ class Planned:
         functools.update_wrapper(self, loss)
         self.loss, self.plan, self.has_aux = loss, plan, has_aux
         self._first = first
-        self._made: dict[Any, _Compiled] = {first.call.key(): _Compiled(first, planned_flat(first, plan))}
+        self._made: dict[Any, _Compiled] = {first.call.key(): _Compiled(first, planned_step(first, plan).flat)}
 
     @property
     def convention(self) -> Convention:
@@ -77,7 +78,7 @@ class Planned:
             prepared = prepare_call(self.loss, self.convention, call, self.has_aux)
             if call.tree == self._first.call.tree and call.traced == self._first.call.traced:
                 same_fixed(self._first.call, call, self.convention.name)
-            known = _Compiled(prepared, planned_flat(prepared, self.plan))
+            known = _Compiled(prepared, planned_step(prepared, self.plan).flat)
             self._made[call.key()] = known
         same_fixed(known.prepared.call, call, self.convention.name)
         return known
@@ -106,7 +107,20 @@ def apply(
     return Planned(loss, plan, prepared, has_aux)
 
 
-def planned_flat(prepared: Prepared, plan: Plan) -> Flat:
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A flat loss under a plan.
+
+    Attributes:
+        flat: flat arrays to flat results.
+        residual_bytes: what its forward hands to its backward, by the graph; None where the plan leaves the step as it is.
+    """
+
+    flat: Flat
+    residual_bytes: int | None = None
+
+
+def planned_step(prepared: Prepared, plan: Plan) -> PlannedStep:
     """The flat loss under a plan; the loss itself where the plan drops nothing.
 
     Raises:
@@ -115,29 +129,19 @@ def planned_flat(prepared: Prepared, plan: Plan) -> Flat:
     if plan.frontend != "jax":
         raise PlanMismatch(f"the plan was made for {plan.frontend}, not for a JAX step")
     if plan.drops_nothing:
-        return _as_it_is(prepared)
+        return PlannedStep(flat_loss(prepared))
     reader = _Reader(plan)
-    step = traced(
-        prepared.node, reader.decide, prepared.given, rates_for("cpu"), wanted=prepared.wanted, still=prepared.still
-    )
+    step = traced(prepared.node, reader.decide, prepared.given, rates_for("cpu"), wanted=prepared.wanted, still=prepared.still)
     decided = reader.decide(step.built)
     reader.all_met(prepared)
-    region = Region(step.joint, decided.kept, host=decided.host, holds=reader.holds(step.built), roots=step.built.roots)
-    run = region.function()
+    run = Region(step.joint, decided.kept, host=decided.host, holds=reader.holds(step.built), roots=step.built.roots).function()
 
     def flat(*arrays: Any) -> list[Any]:
         made = list(run(*arrays))
         return [jax.lax.stop_gradient(out) if place in prepared.still else out for place, out in enumerate(made)]
 
-    return flat
-
-
-def _as_it_is(prepared: Prepared) -> Flat:
-    def flat(*arrays: Any) -> list[Any]:
-        positional, named = prepared.call.filled(arrays)
-        return jax.tree.leaves(prepared.loss(*positional, **named))
-
-    return flat
+    on_host = sum(bytes_of(var.aval) for var in decided.host)
+    return PlannedStep(flat, residual_bytes(step.built.graph, reader.dropped(step.built)) - on_host)
 
 
 class _Reader:
@@ -154,10 +158,15 @@ class _Reader:
         here = sites.keys() & (self.plan.recompute_sites | self.plan.offload_sites)
         self.met |= here
         self.loops.add(graph.name)
-        dropped = frozenset(sites[site] for site in here if site in self.plan.recompute_sites)
-        kept = _kept(built, dropped)
+        kept = sorted(kept_storages(graph, self.dropped(built)))
         host = frozenset(var for site in here & self.plan.offload_sites for var in built.variables[sites[site]])
-        return Decided(tuple(var for v in kept for var in built.variables[v]), host, self.plan.stretches.get(graph.name, ()))
+        given = set(built.joint.given)
+        handed = tuple(var for v in kept for var in built.variables[v] if var not in given)
+        return Decided(handed, host, self.plan.stretches.get(graph.name, ()))
+
+    def dropped(self, built: Built) -> frozenset[int]:
+        """The storages of a region that the plan makes again."""
+        return frozenset(v for site, v in built.by_site.items() if site in self.plan.recompute_sites)
 
     def holds(self, built: Built) -> dict[Any, Any]:
         """Variables that are made again more than once, each with the one from which on it is held."""
@@ -182,27 +191,3 @@ class _Reader:
                 f" ({len(missing)} names are missing); record the loss and solve again"
             )
 
-
-def _kept(built: Built, dropped: frozenset[int]) -> list[int]:
-    """Storages that the forward hands over, carries aside."""
-    index = replays(built.graph)
-    kept = {save.ref.storage for save in built.graph.saves} - dropped
-    stack = [v for v in dropped if index.saves_of[v]]
-    seen: set[int] = set()
-    while stack:
-        v = stack.pop()
-        if v in seen:
-            continue
-        seen.add(v)
-        for u in index.inputs_of[v]:
-            if u in dropped:
-                stack.append(u)
-            elif index.is_activation[u]:
-                kept.add(u)
-    given = set(built.joint.given)
-    return sorted(v for v in kept if index.is_activation[v] and not given & set(built.variables[v]))
-
-
-def traced_step(prepared: Prepared, plan: Plan) -> Traced:
-    """The step's regions as the plan runs them."""
-    return traced(prepared.node, _Reader(plan).decide, prepared.given, rates_for("cpu"), wanted=prepared.wanted, still=prepared.still)

@@ -17,7 +17,7 @@ from recoup.jax.costs import ALIASES
 from recoup.jax.jaxprs import bind, is_dropped, is_literal, values_of
 from recoup.jax.joint import Joint
 from recoup.jax.naming import module_of, scope_of
-from recoup.jax.ties import tie
+from recoup.jax.ties import reads_in_place, tie
 
 __all__ = ["Region"]
 
@@ -138,7 +138,10 @@ class _Backward:
             (self.away if var in region.host else self.standing)[var] = value
         self.env = dict(zip(joint.cotangents, cotangents, strict=True))
         self.given = frozenset(joint.given)
+        # Live results of the backward since the last tie.
+        self.fresh: list[Any] = []
         self.remade: dict[Any, Any] = {}
+        self.kept, self.met = frozenset(region.kept), set[Any]()
         # Roots that the backward has asked for so far.
         self.reached: set[Any] = set()
 
@@ -148,12 +151,13 @@ class _Backward:
         for number in self.joint.backward:
             eqn = eqns[number]
             asked = [atom for atom in eqn.invars if not is_literal(atom) and atom not in self.joint.dependent]
-            flowing = [atom for atom in eqn.invars if not is_literal(atom) and atom in self.joint.dependent]
-            self._have(asked, flowing if number in live else [])
+            self._have(asked, number if number in live else None)
             with scope_of(module_of(eqn)):
                 outputs = bind(eqn, [atom.val if is_literal(atom) else self._value(atom) for atom in eqn.invars])
             self.env.update(zip(eqn.outvars, outputs, strict=True))
-        self._have([atom for atom in self.joint.gradients if not is_literal(atom) and atom not in self.joint.dependent], [])
+            if number in live:
+                self.fresh.extend(var for var in eqn.outvars if not is_dropped(var))
+        self._have([atom for atom in self.joint.gradients if not is_literal(atom) and atom not in self.joint.dependent], None)
         return [atom.val if is_literal(atom) else self._value(atom) for atom in self.joint.gradients]
 
     def _value(self, var: Any) -> Any:
@@ -162,31 +166,55 @@ class _Backward:
                 return place[var]
         raise KeyError(var)
 
-    def _have(self, asked: Sequence[Any], flowing: Sequence[Any]) -> None:
-        """Make what is asked for and does not stand, one after the other, tied to the cotangents in flight."""
+    def _have(self, asked: Sequence[Any], number: int | None) -> None:
+        """Make what equation ``number`` asks for and does not stand, one after the other; untied without a number."""
         for var in asked:
             self.reached.add(self._root(var))
-            self._make(var, flowing)
+            self._make(var, number)
 
-    def _make(self, asked: Any, flowing: Sequence[Any]) -> None:
+    def _make(self, asked: Any, number: int | None) -> None:
         group, reads = self._group([asked])
         self._fetch([asked, *reads])
-        if not group:
-            return
         leaves = list(dict.fromkeys(var for var in reads if var in self.standing or var in self.remade))
-        values = [self._value(var) for var in leaves]
-        eqns = self.joint.jaxpr.eqns
-        if flowing and leaves and any(eqns[number].primitive.name not in _FREE for number in group):
-            values, tied = tie(values, [self.env[var] for var in flowing], [var in self.given for var in leaves])
-            self.env.update(zip(flowing, tied, strict=True))
-        local = dict(zip(leaves, values, strict=True))
+        first = [var for var in dict.fromkeys([asked, *leaves]) if self._is_first(var, asked, number)]
+        heavy = any(self.joint.jaxpr.eqns[one].primitive.name not in _FREE for one in group)
+        tied = self._tied(leaves if heavy and leaves else first, number) if number is not None and (heavy and leaves or first) else {}
+        self.standing.update((var, tied[var]) for var in first if var in tied)
+        if group:
+            self._run_again(group, {var: tied[var] if var in tied else self._value(var) for var in leaves}, asked)
+
+    def _is_first(self, var: Any, asked: Any, number: int | None) -> bool:
+        """Whether a kept value is read for the first time: tied, what XLA derives from it now is not what the forward derived.
+
+        Else a transposed copy, made for a product of the forward and for one of the backward, would stand in between.
+        """
+        if number is None or var not in self.kept or var in self.met:
+            return False
+        self.met.add(var)
+        return var is not asked or not reads_in_place(self.joint.jaxpr.eqns[number])
+
+    def _run_again(self, group: set[int], local: dict[Any, Any], asked: Any) -> None:
         for number in sorted(group):
-            eqn = eqns[number]
+            eqn = self.joint.jaxpr.eqns[number]
             with scope_of(module_of(eqn)):
                 outputs = bind(eqn, values_of(eqn.invars, local))
             local.update(zip(eqn.outvars, outputs, strict=True))
             made = (var for var in eqn.outvars if not is_dropped(var) and var not in self.standing)
             self.remade.update((var, local[var]) for var in made if var is asked or self._is_held(var))
+
+    def _tied(self, wanted: Sequence[Any], number: int) -> dict[Any, Any]:
+        """Values by variable, tied to all that the backward has made since the last tie and that is still of use.
+
+        Cotangents in flight alone would leave weight gradients free to run later, and what they read standing until then.
+        """
+        eqn, last = self.joint.jaxpr.eqns[number], self.joint.last_reader
+        used = [var for var in self.fresh if last.get(var, -1) >= number]
+        flowing = [atom for atom in eqn.invars if not is_literal(atom) and atom in self.joint.dependent]
+        ties = list(dict.fromkeys([*flowing, *used]))
+        values, after = tie([self._value(var) for var in wanted], [self.env[var] for var in ties], [var in self.given for var in wanted])
+        self.env.update(zip(ties, after, strict=True))
+        self.fresh = []
+        return dict(zip(wanted, values, strict=True))
 
     def _root(self, var: Any) -> Any:
         return self.region.roots.get(var, var)

@@ -12,6 +12,7 @@ Which one holds is tried on the backend, once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -20,7 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["honoured", "tie", "way_of"]
+from recoup.jax.costs import scratch_of
+
+__all__ = ["honoured", "reads_in_place", "tie", "way_of"]
 
 _DEPTH, _WIDTH = 6, 128
 _SMALL = 4096
@@ -37,11 +40,18 @@ def tie(values: Sequence[Any], flowing: Sequence[Any], still: Sequence[bool]) ->
     if way_of(jax.default_backend()) == "barrier":
         tied, after = jax.lax.optimization_barrier((list(values), list(flowing)))
         return tied, after
-    sign = _always(flowing[0])
+    sign = functools.reduce(jnp.logical_and, [_always(one) for one in flowing if one.size])
     loose = {place for place, standing in enumerate(still) if standing and values[place].size > _SMALL}
     if len(loose) == len(values):
         loose.discard(min(loose, key=lambda place: values[place].size))
     return [value if place in loose else _selected(sign, value) for place, value in enumerate(values)], list(flowing)
+
+
+def reads_in_place(eqn: Any) -> bool:
+    """Whether tying what an equation reads would cost it a copy: products read their operands where they lie."""
+    if way_of(jax.default_backend()) == "barrier" or eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return False
+    return not scratch_of(eqn)
 
 
 def _always(cotangent: Any) -> Any:
