@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+import jax
 
-def workload(*, stages: int = 3, blocks: int = 2, channels: int = 16, size: int = 32, batch: int = 16, classes: int = 10) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+
+def workload(
+    *, stages: int = 3, blocks: int = 2, channels: int = 16, size: int = 32, batch: int = 16, classes: int = 10
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of classification with batch statistics taken in the step."""
     keys = iter(jax.random.split(jax.random.key(0), 2 * stages * blocks + stages + 4))
 
@@ -22,7 +25,9 @@ def workload(*, stages: int = 3, blocks: int = 2, channels: int = 16, size: int 
         "stages": [
             {
                 "down": kernel(widths[max(stage - 1, 0)], widths[stage]),
-                "blocks": [{"first": kernel(widths[stage], widths[stage]), "second": kernel(widths[stage], widths[stage])} for _ in range(blocks)],
+                "blocks": [
+                    {"first": kernel(widths[stage], widths[stage]), "second": kernel(widths[stage], widths[stage])} for _ in range(blocks)
+                ],
             }
             for stage in range(stages)
         ],

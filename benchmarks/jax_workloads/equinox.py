@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+
+import jax
 
 
 class Block(eqx.Module):

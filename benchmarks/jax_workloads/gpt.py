@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+import jax
 
 Workload = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+
+import jax
 
 
 class Block(nn.Module):

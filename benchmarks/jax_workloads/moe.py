@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+import jax
 
 
 def workload(*, layers: int = 4, width: int = 128, experts: int = 4, tokens: int = 1024) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+import jax
 
 
 def workload(*, steps: int = 128, width: int = 96, batch: int = 64, features: int = 16) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
 from recoup.cli.console import Console
-from recoup.cli.workload import load_workload
+from recoup.cli.workload import JaxWorkload, any_workload
 
 __all__ = ["configure", "run"]
 
@@ -27,7 +27,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Fits the workload into the budget; 3 if the planned step does not verify."""
     check_solver(args)
     path = free_to_write(Path(args.output) if args.output else derived_name(args.source, ".plan.json"), args.force)
-    workload = load_workload(args.source, args.set)
+    workload = any_workload(args.source, args.set)
+    if isinstance(workload, JaxWorkload):
+        from recoup.cli import jax_steps
+
+        console.message(f"Fitting {workload.name} into {args.budget}")
+        return jax_steps.fit(args, console, workload, path)
 
     import msgspec
 

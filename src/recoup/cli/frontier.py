@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from recoup.cli.arguments import GEARS, add_sizes, free_to_write, is_graph_file, wrote
 from recoup.cli.console import Console
-from recoup.cli.sources import graph_of
+from recoup.cli.sources import graph_of, jax_source
 from recoup.errors import UsageError
 from recoup.units import parse_budget
 
 if TYPE_CHECKING:
+    from recoup.cli.workload import JaxWorkload
     from recoup.graph.step import StepGraph
     from recoup.solve import FrontierPoint
 
@@ -41,6 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Computes, measures, shows and writes the frontier."""
     _check(args)
+    source = jax_source(args)
+    if source is not None:
+        return _of_jax(args, console, source)
     graph, workload = graph_of(args, console)
 
     from recoup.cli.facts import point_facts
@@ -65,6 +69,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     extra = ("", "measured", frontier_table(measured)) if measured else ()
     console.data(facts, frontier_table(points), *extra)
     _write(args, console, graph, points, measured)
+    return 0 if any(point.feasible for point in points) else 3
+
+
+def _of_jax(args: argparse.Namespace, console: Console, source: str | JaxWorkload) -> int:
+    from recoup.cli.facts import point_facts
+    from recoup.cli.jax_steps import frontier_points, recording_of
+    from recoup.report.text import frontier_table
+
+    recording = recording_of(source, console)
+    points = frontier_points(args, recording)
+    console.data({"points": [point_facts(point) for point in points], "measured": []}, frontier_table(points))
+    _write(args, console, recording.graph, points, ())
     return 0 if any(point.feasible for point in points) else 3
 
 

@@ -12,7 +12,8 @@ __all__ = ["build_parser"]
 _VERBS = (record, solve, frontier, fit, longest, job, verify, show, doctor)
 _EPILOG = """\
 A workload is a function in a Python file, FILE.py:FUNCTION, that returns (model, step): the torch.nn.Module and a callable
-of no arguments that runs one forward and backward pass. --set NAME=VALUE passes it a size.
+of no arguments that runs one forward and backward pass; or, for JAX, (loss, args): a function to a scalar and a tuple of its
+arguments. --set NAME=VALUE passes it a size.
 
 exit status: 0 done, 1 a fault, 2 wrong usage, 3 the answer is no (does not fit, verification failed)
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from recoup.cli.arguments import add_output, add_sizes, derived_name, free_to_write, wrote
 from recoup.cli.console import Console
 from recoup.cli.sources import record_workload
-from recoup.cli.workload import load_workload
+from recoup.cli.workload import JaxWorkload, any_workload
 from recoup.errors import UsageError
 
 __all__ = ["configure", "run"]
@@ -30,7 +30,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.runs < 1:
         raise UsageError(f"--runs must be at least 1, got {args.runs}")
     path = free_to_write(Path(args.output) if args.output else derived_name(args.source, ".graph.json.gz"), args.force)
-    graph = record_workload(load_workload(args.source, args.set), console, runs=args.runs)
+    workload = any_workload(args.source, args.set)
+    if isinstance(workload, JaxWorkload):
+        from recoup.cli import jax_steps
+
+        return jax_steps.record(args, console, workload, path)
+    graph = record_workload(workload, console, runs=args.runs)
 
     from recoup.cli.facts import graph_facts
     from recoup.graph.store import save

@@ -37,7 +37,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         fields = msgspec.json.decode(read_file(args.file), type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PlanMismatch(f"{args.file} is neither a step graph nor a plan: {error}") from error
-    if "graph" in fields:
+    if "recording" in fields:
+        from recoup.cli import jax_steps
+
+        if args.peak or args.ops or args.plan:
+            raise UsageError(f"{args.file} is a recorded JAX step; --peak and --ops go with a graph")
+        jax_steps.show(console, jax_steps.recording_of(args.file, console))
+    elif "graph" in fields:
         _show_graph(args, console)
     elif "decisions" in fields or "strategy" in fields:
         _show_plan(args, console)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
 from recoup.cli.console import Console
-from recoup.cli.sources import graph_of
+from recoup.cli.sources import graph_of, jax_source
 
 __all__ = ["configure", "run"]
 
@@ -28,6 +28,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Solves, writes the plan, and explains it."""
     budget = check_solver(args)
     path = free_to_write(Path(args.output) if args.output else derived_name(args.source, ".plan.json"), args.force)
+    source = jax_source(args)
+    if source is not None:
+        from recoup.cli import jax_steps
+
+        return jax_steps.solve(args, console, source, path)
     graph, workload = graph_of(args, console)
 
     import msgspec

@@ -9,7 +9,7 @@ import argparse
 
 from recoup.cli.arguments import GEARS, add_sizes
 from recoup.cli.console import Console
-from recoup.cli.workload import load_workload
+from recoup.cli.workload import JaxWorkload, any_workload
 from recoup.errors import UsageError
 
 __all__ = ["configure", "run"]
@@ -31,7 +31,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {args.steps}")
     plan = load_plan(args.plan)
-    workload = load_workload(args.source, args.set)
+    workload = any_workload(args.source, args.set)
+    if isinstance(workload, JaxWorkload):
+        from recoup.cli import jax_steps
+
+        return jax_steps.verify(args, console, workload)
 
     from recoup.cli.facts import verification_facts
     from recoup.report.text import verification_summary

@@ -18,7 +18,7 @@ from recoup.errors import CaptureError, MissingExtra, RecoupError, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Workload", "load_workload", "parse_sizes"]
+__all__ = ["JaxWorkload", "Workload", "any_workload", "load_workload", "parse_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,23 @@ class Workload:
     name: str
     model: nn.Module
     step: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class JaxWorkload:
+    """A loss and its arguments, as the user's file made them.
+
+    Attributes:
+        name: the file's name without ``.py``.
+        loss: a function to a scalar.
+        args: its positional arguments.
+        options: what ``recoup.jax.record`` takes beside them: ``argnums``, ``has_aux``, ``static_argnames``, ``kwargs``.
+    """
+
+    name: str
+    loss: Callable[..., object]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +72,19 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def load_workload(source: str, settings: Sequence[str] = ()) -> Workload:
-    """The model and step that a workload function returns.
+    """The model and step that a workload function returns; as ``any_workload``, but for PyTorch alone.
+
+    Raises:
+        UsageError: it returns a loss and arguments instead.
+    """
+    workload = any_workload(source, settings)
+    if isinstance(workload, JaxWorkload):
+        raise UsageError(f"{source} returns a loss and arguments, a JAX step; this verb runs PyTorch steps: (model, step)")
+    return workload
+
+
+def any_workload(source: str, settings: Sequence[str] = ()) -> Workload | JaxWorkload:
+    """What a workload function returns: (model, step) of PyTorch, or (loss, args) or (loss, args, options) of JAX.
 
     Args:
         source: ``FILE.py:FUNCTION``.
@@ -77,6 +106,8 @@ def load_workload(source: str, settings: Sequence[str] = ()) -> Workload:
             raise
         except Exception as error:
             raise CaptureError(f"{source} failed to make its model: {type(error).__name__}: {error}") from error
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], tuple):
+        return _checked_jax(path.stem, made, source)
     model, step = _checked(made, source)
     return Workload(path.stem, model, step)
 
@@ -139,6 +170,18 @@ def _check_sizes(function: Callable[..., Any], sizes: dict[str, Any], source: st
         raise UsageError(f"{source} cannot be called with these sizes: {error}; it takes {takes}") from error
 
 
+_JAX_OPTIONS = frozenset({"argnums", "has_aux", "static_argnames", "kwargs"})
+
+
+def _checked_jax(name: str, made: tuple[Any, ...], source: str) -> JaxWorkload:
+    if importlib.util.find_spec("jax") is None:
+        raise MissingExtra("running a workload of a loss and arguments needs JAX; install it with: pip install 'recoup[jax]'")
+    options = made[2] if len(made) == 3 else {}
+    if not isinstance(options, dict) or options.keys() - _JAX_OPTIONS:
+        raise UsageError(f"{source} may return (loss, args, options), options a dictionary of {', '.join(sorted(_JAX_OPTIONS))}")
+    return JaxWorkload(name, made[0], made[1], options)
+
+
 def _checked(made: object, source: str) -> tuple[nn.Module, Callable[[], object]]:
     try:
         from torch import nn
@@ -146,7 +189,7 @@ def _checked(made: object, source: str) -> tuple[nn.Module, Callable[[], object]
         raise MissingExtra("running a workload needs PyTorch; install it with: pip install 'recoup[torch]'") from error
     if not isinstance(made, tuple) or len(made) != 2:
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise UsageError(f"{source} must return (model, step), but returned {got}")
+        raise UsageError(f"{source} must return (model, step), or (loss, args) of JAX, but returned {got}")
     model, step = made
     if not isinstance(model, nn.Module):
         raise UsageError(f"{source} must return (model, step), model a torch.nn.Module, but it is a {type(model).__name__}")

@@ -1,7 +1,7 @@
 """JAX: record a loss, solve for a budget, run the plan under ``jit``, prove that gradients did not change.
 
-    planned = recoup.jax.fit(loss, params, batch, budget="6GiB")  # record, solve, apply, verify
-    step = jax.jit(jax.value_and_grad(planned))
+planned = recoup.jax.fit(loss, params, batch, budget="6GiB")  # record, solve, apply, verify
+step = jax.jit(jax.value_and_grad(planned))
 """
 
 from recoup.jax.fitting import Fitted, fit

@@ -169,7 +169,13 @@ class _Builder:
     def _unit(self, eqns: list[int]) -> _Unit:
         last = self.eqns[eqns[-1]]
         loop = self.loop_of.get(eqns[-1], "")
-        return _Unit("forward" if eqns[-1] in self.early else "backward", eqns, loop or module_of(last), "scan" if loop else last.primitive.name, loop)
+        return _Unit(
+            "forward" if eqns[-1] in self.early else "backward",
+            eqns,
+            loop or module_of(last),
+            "scan" if loop else last.primitive.name,
+            loop,
+        )
 
     # -- the graph
 
@@ -198,7 +204,11 @@ class _Builder:
         return self.units
 
     def _values(self, unit_of: dict[int, int]) -> None:
-        wanted = {self._root(var) for place, var in zip(self.joint.sloped, self.joint.gradients, strict=True) if place in self.joint.wanted and not is_literal(var)}
+        wanted = {
+            self._root(var)
+            for place, var in zip(self.joint.sloped, self.joint.gradients, strict=True)
+            if place in self.joint.wanted and not is_literal(var)
+        }
         stays = wanted | {self._root(atom) for atom in self.joint.results if not is_literal(atom)}
         for place, var in enumerate(self.joint.given):
             if self.given[place] != "carry" or var in self.readers:
@@ -261,7 +271,9 @@ class _Builder:
             return Storage(id=number, bytes=count, kind="gradient", writes=(born,), born=-1, dies=max(end, 1), unheld_dies=max(end, 1))
         if unit.section == "backward":
             return Storage(id=number, bytes=count, kind="gradient", producer=born, born=born, dies=dies, unheld_dies=dies)
-        inside = max([born + 1, *(reader + 1 for reader in readers if self.units[reader].section == "forward"), *([until] if first.stays else [])])
+        inside = max(
+            [born + 1, *(reader + 1 for reader in readers if self.units[reader].section == "forward"), *([until] if first.stays else [])]
+        )
         site = site_of(unit.module, 0, "stack", 0) if stack else site_of(unit.module, 0, unit.name, sites[f"{unit.module}/{unit.name}"])
         sites[f"{unit.module}/{unit.name}"] += 0 if stack else 1
         return Storage(
@@ -311,7 +323,9 @@ class _Builder:
         for value in self.values.values():
             if value.producer is not None and self.units[value.producer].section == "forward":
                 later = [reader for reader in value.readers if ops[reader].phase == "backward"]
-                found.extend(Save(ref=self._ref(value), packed_at=value.producer + 1, unpacked_at=(at,), released_at=at + 1) for at in later)
+                found.extend(
+                    Save(ref=self._ref(value), packed_at=value.producer + 1, unpacked_at=(at,), released_at=at + 1) for at in later
+                )
         return tuple(found)
 
     def _blocks(self) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
+import jax
 from recoup.errors import PlanMismatch, UsageError
 from recoup.jax.jaxprs import is_inexact
 
@@ -94,7 +94,9 @@ class Convention:
             raise UsageError(f"{self.name} cannot be called so: {error}") from error
         bound.apply_defaults()
         found, tree = jax.tree.flatten_with_path((bound.args, bound.kwargs), is_leaf=lambda leaf: leaf is None)
-        positional = [name for name, one in self.signature.parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            name for name, one in self.signature.parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        ]
         names = [_top(path, positional) for path, _ in found]
         paths = tuple(name + jax.tree_util.keystr(path[2:]) for name, (path, _) in zip(names, found, strict=True))
         leaves = tuple(leaf for _, leaf in found)

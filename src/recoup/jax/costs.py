@@ -17,7 +17,7 @@ __all__ = ["ALIASES", "ELEMENTWISE", "REDUCTIONS", "Rates", "flops_of", "moved_o
 
 ALIASES = frozenset(
     {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "name", "stop_gradient", "copy", "copy_p", "pvary",
-     "random_wrap", "random_unwrap", "sharding_constraint", "optimization_barrier_alias"}
+     "random_wrap", "random_unwrap", "sharding_constraint"}
 )  # fmt: skip
 """Equations that move nothing: XLA makes views of them, or reads through them."""
 _COSTLY = {"tanh": 12, "exp": 8, "exp2": 8, "log": 8, "log1p": 10, "expm1": 10, "logistic": 12, "erf": 12, "erfc": 14, "erf_inv": 20,
@@ -25,7 +25,8 @@ _COSTLY = {"tanh": 12, "exp": 8, "exp2": 8, "log": 8, "log1p": 10, "expm1": 10, 
            "atan": 16, "sinh": 14, "cosh": 14, "asinh": 16, "acosh": 16, "atanh": 16, "lgamma": 30, "digamma": 30}  # fmt: skip
 ELEMENTWISE = frozenset(_COSTLY) | frozenset(
     {"add", "add_any", "sub", "mul", "neg", "max", "min", "abs", "sign", "floor", "ceil", "round", "rem", "integer_pow", "square",
-     "one_minus_square", "select_n", "convert_element_type", "reduce_precision", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to", "and", "or",
+     "one_minus_square", "select_n", "convert_element_type", "reduce_precision", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to",
+     "lt_to", "and", "or",
      "xor", "not", "is_finite", "clamp", "nextafter", "shift_left", "shift_right_logical", "shift_right_arithmetic", "bitcast_convert_type",
      "real", "imag", "complex", "conj", "population_count", "clz", "mul_add"}
 )  # fmt: skip
@@ -53,12 +54,13 @@ class Rates:
         return max(flops / self.flops_per_second, moved / self.bytes_per_second)
 
 
-_PLATFORMS = {"cpu": Rates(25e9, 8e9), "gpu": Rates(200e12, 2e12), "cuda": Rates(200e12, 2e12), "rocm": Rates(200e12, 2e12), "tpu": Rates(150e12, 1e12)}  # fmt: skip
+_GPU = Rates(200e12, 2e12)
+_PLATFORMS = {"cpu": Rates(25e9, 8e9), "gpu": _GPU, "cuda": _GPU, "rocm": _GPU, "tpu": Rates(150e12, 1e12)}
 
 
 def rates_for(platform: str) -> Rates:
     """Assumed rates of a platform; those of a GPU for one that is not known."""
-    return _PLATFORMS.get(platform, _PLATFORMS["gpu"])
+    return _PLATFORMS.get(platform, _GPU)
 
 
 def flops_of(eqn: Any) -> int:
@@ -128,7 +130,7 @@ def scratch_of(eqn: Any) -> int:
     """Bytes that stand inside an equation beside its inputs and outputs.
 
     A matrix product whose batch axes do not come first, or whose contracted axis is neither of the two last, reads a copy of
-    that operand. Of loops and branches it is what their bodies allocate, none of it counted as freed.
+    that operand. Of loops and branches it is the most that one of their bodies holds at once.
     """
     if eqn.primitive.name == "dot_general":
         contracted, batch = eqn.params["dimension_numbers"]
@@ -151,6 +153,8 @@ def _standing(jaxpr: Any) -> int:
             continue
         alive += sum(bytes_of(var.aval) for var in eqn.outvars)
         most = max(most, alive + scratch_of(eqn))
-        dead = {atom for atom in (*eqn.invars, *eqn.outvars) if not is_literal(atom) and atom not in given and last.get(atom, place) <= place}
+        dead = {
+            atom for atom in (*eqn.invars, *eqn.outvars) if not is_literal(atom) and atom not in given and last.get(atom, place) <= place
+        }
         alive -= sum(bytes_of(var.aval) for var in dead)
     return most

@@ -155,9 +155,7 @@ def _with_stack_of(graph: StepGraph, ops: list[Op], stack: int, count: int) -> S
         else op
         for op in ops
     )
-    saves = tuple(
-        msgspec.structs.replace(save, ref=Ref(stack, 0, view)) if save.ref.storage == stack else save for save in graph.saves
-    )
+    saves = tuple(msgspec.structs.replace(save, ref=Ref(stack, 0, view)) if save.ref.storage == stack else save for save in graph.saves)
     return msgspec.structs.replace(graph, ops=changed, storages=tuple(storages), saves=saves)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import msgspec
 
+import jax
 from recoup.errors import InfeasibleBudget, VerifyFailure
 from recoup.jax.planned import Planned, planned_step
 from recoup.jax.record import Prepared, devices_of, prepare, record_prepared
@@ -93,7 +93,14 @@ class _Loop:
     """Solve, compile, correct, again."""
 
     def __init__(
-        self, prepared: Prepared, recording: Recording, unplanned: Compiled, limit: int, strategy: str | Strategy, seconds: float, tell: Progress
+        self,
+        prepared: Prepared,
+        recording: Recording,
+        unplanned: Compiled,
+        limit: int,
+        strategy: str | Strategy,
+        seconds: float,
+        tell: Progress,
     ) -> None:
         self.prepared, self.recording, self.unplanned, self.limit = prepared, recording, unplanned, limit
         self.strategy, self.seconds, self.tell = strategy, seconds, tell
@@ -116,7 +123,8 @@ class _Loop:
             if peak <= self.limit:
                 return plan, trial
             seen = min(seen or peak, peak)
-            graph = with_scratch(graph, max(peak - plan.peak_bytes, 1))
+            # What XLA lays out does not follow the graph to the byte, so a correction that did not do is made larger.
+            graph = with_scratch(graph, max(peak - plan.peak_bytes, (peak - self.limit) * 2**number, 1))
         raise VerifyFailure(
             f"XLA's compiled step takes {format_bytes(seen)} at least, over the budget of {format_bytes(self.limit)}, in {_ROUNDS} plans"
             f" of which each promised to fit (unplanned it takes {format_bytes(self.unplanned.peak_bytes * self.devices)});"
@@ -150,6 +158,12 @@ def free_bytes(arrays: Sequence[Any]) -> int | None:
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return None
-        own = sum(shard.data.nbytes for array in arrays if isinstance(array, jax.Array) for shard in array.addressable_shards if shard.device == device)
+        own = sum(
+            shard.data.nbytes
+            for array in arrays
+            if isinstance(array, jax.Array)
+            for shard in array.addressable_shards
+            if shard.device == device
+        )
         given += int(stats["bytes_limit"] * (1 - _RESERVE)) - stats.get("bytes_in_use", 0) + own
     return given

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from recoup.errors import CaptureError
+import jax
 from recoup.jax.naming import module_of, scope_of
 
 __all__ = [
@@ -70,7 +69,7 @@ def is_dropped(var: Any) -> bool:
 
 def is_inexact(aval: Aval) -> bool:
     """Whether it can have a gradient: a floating point or complex dtype."""
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def elements_of(aval: Aval) -> int:
@@ -194,14 +193,3 @@ def self_test() -> list[tuple[str, bool, str]]:
         ("jaxpr: parameters of scan", found == [(3, 0, 1)], str(found)),
         ("jaxpr: names of scopes", "named" in stacks, str(sorted(stacks))),
     ]
-
-
-def refuse_effects(jaxpr: Any, name: str) -> None:
-    """Passes if no equation orders its side effects, which recomputing could repeat or turn around.
-
-    Raises:
-        CaptureError: one does.
-    """
-    for eqn in jaxpr.eqns:
-        if any("rdered" in str(effect) and "nordered" not in str(effect) for effect in eqn.effects):
-            raise CaptureError(f"{name} has an ordered side effect in {eqn.primitive.name}; use an unordered callback, or none")

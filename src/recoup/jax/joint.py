@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-
 from recoup.jax.jaxprs import Aval, flatten, is_inexact, is_literal, shape_of
 from recoup.jax.naming import module_of
 

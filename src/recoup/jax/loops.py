@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
+import jax
+from jax import lax
 from recoup.jax.jaxprs import Scan
 from recoup.jax.naming import scope_of
 from recoup.jax.running import Region
@@ -57,7 +57,8 @@ def planned_loop(loop: Loop) -> Callable[[Values], Values]:
         return tuple(outputs), (handed, args)
 
     def backward(residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        return run.backward(*residuals, cotangents)
+        handed, args = residuals
+        return run.backward(handed, args, cotangents)
 
     planned.defvjp(forward, backward)
     return lambda inputs: list(planned(*inputs))
@@ -170,7 +171,9 @@ class _Run:
             made.append(found)
         return state, self._joined(made[::-1])
 
-    def _plain_backward(self, constants: Values, slices: Values, handed: Values, state: Any, stacked: Values, turns: int) -> tuple[Any, Values]:
+    def _plain_backward(
+        self, constants: Values, slices: Values, handed: Values, state: Any, stacked: Values, turns: int
+    ) -> tuple[Any, Values]:
         given = self.joint.given
 
         def step(state: Any, now: Any) -> tuple[Any, Values]:

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from recoup.jax.figures import Figures, Way, figures_of, with_loops
-from recoup.jax.recording import Body
 from recoup.graph import StepGraph
+from recoup.jax.figures import Figures, Way, figures_of, residual_bytes, with_loops
+from recoup.jax.recording import Body
 from recoup.plan.capabilities import JIT
 from recoup.solve.choice import prune
+from recoup.solve.program import Row
 from recoup.solve.survey import survey_of
 
-__all__ = ["Menu", "combinations", "menu_of", "priced", "prices_of"]
+__all__ = ["Menu", "combinations", "menu_of", "priced", "prices_of", "sized_way"]
 
 _PRICES = 14
 _SPLITS = 3
+_STEPS = 12
+_NODES = 200
 _DEEP = 64
-_SECONDS = 5.0
+_SECONDS = 1.0
 
 
 class Menu:
@@ -67,17 +70,43 @@ def menu_of(body: Body, prices: Sequence[float]) -> Menu:
         if key not in seen:
             seen.add(key)
             whole.append(Way(body, graph, recompute, (), ways, figures_of(body, graph, recompute, ())))
-    return Menu([*whole, *_split(body, Menu(whole).ways)])
+    hull = Menu(whole).ways
+    return Menu([*whole, *_between(body, hull), *_split(body, hull)])
 
 
-def priced(graph: StepGraph, price: float) -> frozenset[int]:
-    """What to recompute where each kept byte costs ``price`` seconds."""
-    if not price:
-        return frozenset()
+def _between(body: Body, hull: Sequence[Way]) -> list[Way]:
+    """Ways of sizes in equal steps from the least stack to the largest: prices alone reach the corners of the convex hull."""
+    sizes = [way.figures.stack_bytes // body.turns for way in hull]
+    low, high = min(sizes), max(sizes)
+    limits = {low + (high - low) * part // _STEPS for part in range(1, _STEPS)}
+    return [way for limit in sorted(limits) if (way := sized_way(body, hull, limit)) is not None]
+
+
+def sized_way(body: Body, known: Sequence[Way], limit: int) -> Way | None:
+    """The fastest way of a body whose turn hands over at most ``limit`` bytes, loops within as in the next known way; None if none."""
+    smaller = [way for way in known if not way.stretches and way.figures.stack_bytes <= limit * body.turns]
+    near = max(smaller, key=lambda way: way.figures.stack_bytes, default=None)
+    if near is None:
+        return None
+    recompute = _sized(near.graph, limit)
+    if recompute is None or recompute == near.recompute:
+        return None
+    return Way(body, near.graph, recompute, (), near.inner, figures_of(body, near.graph, recompute, ()))
+
+
+def _sized(graph: StepGraph, limit: int) -> frozenset[int] | None:
+    """What to recompute so that the forward hands over at most ``limit`` bytes, at the least time: one row of memory."""
     survey = survey_of(graph, JIT)
-    found = survey.program.priced(price, _SECONDS) if survey.frame.needed else frozenset()
-    # Without an answer in time, keeping all is a plan too.
-    return frozenset() if found is None else prune(survey.index, found)
+    program, frame = survey.program, survey.frame
+    fixed = sum(
+        graph.storages[v].bytes for v in {save.ref.storage for save in graph.saves} - frame.dropping if survey.index.is_activation[v]
+    )
+    row = Row(graph.forward_end, fixed, tuple(sorted({*frame.needed, *program.hold})), (), True)
+    found = program.solve([row], limit, _SECONDS, 1e-4, _NODES)
+    if found.recompute is None:
+        return None
+    recompute = prune(survey.index, found.recompute)
+    return recompute if residual_bytes(graph, recompute) <= limit else None
 
 
 def _split(body: Body, whole: Sequence[Way]) -> list[Way]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-
 import recoup
 
 __all__ = ["Namer", "module_of", "scope_of"]
@@ -37,7 +36,7 @@ def module_of(eqn: Any) -> str:
     return own[-1].removeprefix(OWN) if own else ".".join(_clean(part) for part in parts)
 
 
-def scope_of(path: str) -> AbstractContextManager[None]:
+def scope_of(path: str) -> AbstractContextManager[Any]:
     """The named scope that makes ``module_of`` say this path of all equations within."""
     return jax.named_scope(OWN + path)
 
@@ -67,7 +66,7 @@ class Namer:
         return ".".join(filter(None, (self.root, self._numbered(path, eqn.primitive.name, line))))
 
     def _numbered(self, path: str, primitive: str, line: int) -> str:
-        if not path or path[-1:].isdigit() and "." in path:
+        if not path or (path[-1:].isdigit() and "." in path):
             return path
         seen = self.seen.setdefault(path, set())
         if (primitive, line) in seen and line:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-
 from recoup.errors import PlanMismatch
 from recoup.jax.building import Built
 from recoup.jax.calls import Call, Convention, same_fixed
@@ -190,4 +189,3 @@ class _Reader:
                 f"the plan names {missing[0]}, which {prepared.convention.name} does not have for {prepared.call.signature}"
                 f" ({len(missing)} names are missing); record the loss and solve again"
             )
-

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import msgspec
 
+import jax
 from recoup.errors import CaptureError, UsageError
 from recoup.jax.building import Given
 from recoup.jax.calls import Call, Convention

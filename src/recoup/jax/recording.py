@@ -61,7 +61,10 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits over the structure of all regions."""
-        parts = [self.graph.fingerprint, *(f"{body.name}|{body.turns}|{body.carry_bytes}|{body.graph.fingerprint}" for body in self.bodies())]
+        parts = [
+            self.graph.fingerprint,
+            *(f"{body.name}|{body.turns}|{body.carry_bytes}|{body.graph.fingerprint}" for body in self.bodies()),
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def bodies(self) -> Iterator[Body]:

@@ -12,13 +12,13 @@ from typing import Any
 
 from recoup.jax.building import Built, Given, build
 from recoup.jax.costs import Rates
-from recoup.jax.jaxprs import Scan, bytes_of, evaluate, flatten, is_inexact, is_literal, scan_of
+from recoup.jax.jaxprs import Scan, bytes_of, evaluate, flatten, is_inexact, scan_of
 from recoup.jax.joint import Joint, trace
 from recoup.jax.loops import Loop, planned_loop
 from recoup.jax.naming import Namer, module_of
 from recoup.jax.running import Region
 
-__all__ = ["Decided", "LoopNode", "Node", "Traced", "keep_carries", "tree_of", "traced"]
+__all__ = ["Decided", "LoopNode", "Node", "Traced", "keep_carries", "traced", "tree_of"]
 
 LEAST_TURNS = 2
 
@@ -81,6 +81,11 @@ def tree_of(closed: Any, name: str = "") -> Node:
     return Node(name, flat.jaxpr, tuple(flat.consts), tuple(loops))
 
 
+def _kind(place: int, scan: Scan) -> Given:
+    """What an input of a loop's body is."""
+    return "outside" if place < scan.constants else "carry" if place < scan.constants + scan.carries else "input"
+
+
 def _can_be_planned(eqn: Any) -> bool:
     if eqn.primitive.name != "scan" or eqn.effects:
         return False
@@ -112,8 +117,7 @@ def traced(
     hooks: dict[int, Callable[[list[Any]], list[Any]]] = {}
     for loop in node.loops:
         scan = loop.scan
-        kinds: list[Given] = ["outside"] * scan.constants + ["carry"] * scan.carries
-        kinds += ["input"] * (len(loop.body.avals) - len(kinds))
+        kinds = [_kind(place, scan) for place in range(len(loop.body.avals))]
         body = traced(loop.body, decide, kinds, rates, name=loop.body.name)
         decided = decide(body.built)
         carries = body.joint.given[scan.constants : scan.constants + scan.carries]
@@ -133,12 +137,3 @@ def carry_bytes(loop: LoopNode) -> int:
     """Bytes of all that a loop carries from turn to turn."""
     scan = loop.scan
     return sum(bytes_of(aval) for aval in loop.body.avals[scan.constants : scan.constants + scan.carries])
-
-
-def active_inputs(jaxpr: Any, active: Sequence[int]) -> set[Any]:
-    """Variables that depend on some inputs."""
-    found = {jaxpr.invars[place] for place in active}
-    for eqn in jaxpr.eqns:
-        if any(not is_literal(atom) and atom in found for atom in eqn.invars):
-            found.update(eqn.outvars)
-    return found

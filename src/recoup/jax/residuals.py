@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-
+from recoup.errors import CaptureError
 from recoup.jax.jaxprs import bytes_of, is_literal, shape_of
 
 __all__ = ["Compiled", "compiled_memory", "residual_bytes", "residual_bytes_of"]
@@ -47,9 +47,14 @@ def compiled_memory(step: Callable[..., Any], arrays: Sequence[Any]) -> Compiled
 
     ``peak_memory_in_bytes`` leaves temporaries out on CPU, so the sum of arguments, temporaries and results is taken, which
     the resident high water confirms there.
+
+    Raises:
+        CaptureError: the platform gives none.
     """
     compiled = jax.jit(step, keep_unused=True).lower(*arrays).compile()
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise CaptureError("XLA gives no memory analysis on this platform; a plan cannot be held against its budget there")
     return Compiled(
         compiled, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes
     )
@@ -66,7 +71,9 @@ def residual_bytes(loss: Callable[..., Any], *args: Any, argnums: int | Sequence
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     leaves, tree = jax.tree.flatten(args)
-    wanted = [leaf for place, arg in enumerate(jax.tree.unflatten(tree, _numbered(tree))) if place in numbers for leaf in jax.tree.leaves(arg)]
+    wanted = [
+        leaf for place, arg in enumerate(jax.tree.unflatten(tree, _numbered(tree))) if place in numbers for leaf in jax.tree.leaves(arg)
+    ]
 
     def flat(*arrays: Any) -> list[Any]:
         made = loss(*jax.tree.unflatten(tree, arrays))

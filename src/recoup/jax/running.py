@@ -12,12 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
-
 from recoup.jax.costs import ALIASES
 from recoup.jax.jaxprs import bind, is_dropped, is_literal, values_of
 from recoup.jax.joint import Joint
 from recoup.jax.naming import module_of, scope_of
-from recoup.jax.ties import reads_in_place, tie
+from recoup.jax.ties import tie, ties_are_free
 
 __all__ = ["Region"]
 
@@ -178,7 +177,7 @@ class _Backward:
         leaves = list(dict.fromkeys(var for var in reads if var in self.standing or var in self.remade))
         first = [var for var in dict.fromkeys([asked, *leaves]) if self._is_first(var, asked, number)]
         heavy = any(self.joint.jaxpr.eqns[one].primitive.name not in _FREE for one in group)
-        tied = self._tied(leaves if heavy and leaves else first, number) if number is not None and (heavy and leaves or first) else {}
+        tied = self._tied(leaves if heavy and leaves else first, number) if number is not None and ((heavy and leaves) or first) else {}
         self.standing.update((var, tied[var]) for var in first if var in tied)
         if group:
             self._run_again(group, {var: tied[var] if var in tied else self._value(var) for var in leaves}, asked)
@@ -191,7 +190,7 @@ class _Backward:
         if number is None or var not in self.kept or var in self.met:
             return False
         self.met.add(var)
-        return var is not asked or not reads_in_place(self.joint.jaxpr.eqns[number])
+        return var is not asked or ties_are_free()
 
     def _run_again(self, group: set[int], local: dict[Any, Any], asked: Any) -> None:
         for number in sorted(group):

@@ -20,7 +20,7 @@ import msgspec
 from recoup.errors import InfeasibleBudget
 from recoup.graph import StepGraph
 from recoup.jax.figures import Way, figures_of, residual_bytes, with_loops
-from recoup.jax.menus import Menu, combinations, menu_of, priced, prices_of
+from recoup.jax.menus import Menu, combinations, menu_of, priced, prices_of, sized_way
 from recoup.jax.recording import Recording
 from recoup.plan import Plan
 from recoup.plan.capabilities import JIT
@@ -139,6 +139,7 @@ class _Search:
         self._try_all(combinations(menus, self.prices))
         if self.best is None:
             raise self._infeasible()
+        self._use_up(menus)
         bound = None if any(body.loops for body in self.recording.loops) else self._bound(menus)
         return self._as_plan(self.best, bound)
 
@@ -166,6 +167,18 @@ class _Search:
             if self.progress is not None:
                 self.progress(place, len(order), "solving around the loops")
             self._offer(_Found(ways, graph, self._decide(graph)))
+
+    def _use_up(self, menus: Mapping[str, Menu]) -> None:
+        """Give each loop in turn what the best plan leaves of the budget."""
+        for name, menu in menus.items():
+            best = self.best
+            if best is None or self.budget is None or best.ways[name].stretches:
+                continue
+            room = self.budget - best.decided.simulation.peak_bytes
+            body = best.ways[name].body
+            way = sized_way(body, menu.ways, (best.ways[name].figures.stack_bytes + room) // body.turns)
+            if way is not None and way.figures.seconds < best.ways[name].figures.seconds:
+                self._try_all([{**best.ways, name: way}])
 
     def _decide(self, graph: StepGraph) -> Decided:
         limit = min(max(self._left(), 0.1), _SECONDS_A_COMBINATION)

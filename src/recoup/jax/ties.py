@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recoup.jax.costs import scratch_of
+import jax
 
-__all__ = ["honoured", "reads_in_place", "tie", "way_of"]
+__all__ = ["honoured", "tie", "ties_are_free", "way_of"]
 
 _DEPTH, _WIDTH = 6, 128
 _SMALL = 4096
@@ -47,11 +46,9 @@ def tie(values: Sequence[Any], flowing: Sequence[Any], still: Sequence[bool]) ->
     return [value if place in loose else _selected(sign, value) for place, value in enumerate(values)], list(flowing)
 
 
-def reads_in_place(eqn: Any) -> bool:
-    """Whether tying what an equation reads would cost it a copy: products read their operands where they lie."""
-    if way_of(jax.default_backend()) == "barrier" or eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
-        return False
-    return not scratch_of(eqn)
+def ties_are_free() -> bool:
+    """Whether tying a value costs nothing; a ``select`` may be fused with what made the value, which then is made twice."""
+    return way_of(jax.default_backend()) == "barrier"
 
 
 def _always(cotangent: Any) -> Any:
@@ -110,4 +107,6 @@ def _probe_bytes(way: Any) -> int:
         return (x * x).sum()
 
     shapes = jax.ShapeDtypeStruct((_WIDTH, _WIDTH), np.float32), jax.ShapeDtypeStruct((4 * _WIDTH, _WIDTH), np.float32)
-    return int(jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes)
+    memory = jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis()
+    assert memory is not None, "XLA for CPU analyses memory"
+    return memory.temp_size_in_bytes

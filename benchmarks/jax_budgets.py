@@ -1,0 +1,66 @@
+"""Eight JAX workloads at budgets from the least that is met to the unplanned peak: residual bytes, compiled memory, gradients, time.
+
+    python -m benchmarks.jax_budgets
+
+One table row for each workload and budget. ``ratio`` is the compiled step's ``temp + output - alias`` over what the plan predicts of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import jax
+import recoup.jax
+from recoup.errors import RecoupError
+from recoup.jax.fitting import Fitted
+
+WORKLOADS = (
+    "gpt:workload",
+    "gpt:scanned",
+    "linen:workload",
+    "nnx:workload",
+    "equinox:workload",
+    "cnn:workload",
+    "rnn:workload",
+    "moe:workload",
+)
+SHARES = ("80%", "60%", "45%", "30%")
+_MIB = 2**20
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", nargs="*", default=WORKLOADS)
+    parser.add_argument("--shares", nargs="*", default=SHARES)
+    args = parser.parse_args()
+    print(f"JAX {jax.__version__} on {jax.default_backend()}; MiB")
+    print(
+        "| workload | share | budget | residual | unplanned residual | compiled peak | unplanned | predicted | ratio | time | gradients |"
+    )
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
+    for name in args.workloads:
+        module, _, function = name.partition(":")
+        loss, values = getattr(importlib.import_module(f"benchmarks.jax_workloads.{module}"), function)()
+        for share in args.shares:
+            try:
+                print(_row(name, share, recoup.jax.fit(loss, *values, budget=share)), flush=True)
+            except RecoupError as error:
+                print(f"| {name} | {share} | {type(error).__name__}: {str(error)[:110]} |", flush=True)
+
+
+def _row(name: str, share: str, fitted: Fitted) -> str:
+    seen, plan = fitted.verification, fitted.plan
+    given = seen.peak_bytes - seen.working_bytes
+    ratio = seen.working_bytes / max(plan.peak_bytes - given, 1)
+    check = next(check for check in seen.checks if check.name == "values and gradients")
+    equal = "bitwise" if check.detail.startswith("equal bit by bit in") and ";" not in check.detail else "within compiling"
+    residual = (seen.residual_bytes, seen.unplanned_residual_bytes)
+    numbers = (plan.budget_bytes, *residual, seen.peak_bytes, seen.unplanned_peak_bytes, plan.peak_bytes)
+    cells = " | ".join(f"{number / _MIB:.1f}" for number in numbers)
+    return f"| {name} | {share} | {cells} | {ratio:.2f} | {seen.relative_time:.2f} | {equal} |"
+
+
+if __name__ == "__main__":
+    main()
