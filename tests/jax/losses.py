@@ -191,6 +191,6 @@ def attention() -> Made:
 
 
 ALL = (
-    unrolled, scanned, reversed_outputs, nested, long_loop, dropped_out, dropped_out_in_loop, jit_inside, branches, loops_that_count, own_rules,
-    checkpoint_inside, vmapped, half, attention,
+    unrolled, scanned, reversed_outputs, nested, long_loop, dropped_out, dropped_out_in_loop, jit_inside, branches, loops_that_count,
+    own_rules, checkpoint_inside, vmapped, half, attention,
 )  # fmt: skip

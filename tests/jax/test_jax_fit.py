@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
 
 import losses
 import numpy as np
@@ -105,7 +105,7 @@ def test_more_budget_never_takes_more_time_and_the_bound_holds() -> None:
     whole, least = unplanned_peak_bytes(recording), _least(recording)
     plans = [recoup.jax.solve(recording, least + (whole - least) * part // 8) for part in range(9)]
     times = [plan.step_seconds for plan in plans]
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(times))
     assert all(plan.bound_seconds <= plan.step_seconds for plan in plans)
     assert plans[-1].drops_nothing
 
@@ -135,7 +135,3 @@ def test_values_of_a_planned_loss_outside_of_jit() -> None:
     loss, args = losses.scanned()
     fitted = recoup.jax.fit(loss, *args, budget="80%", runs=0, measure=False)
     np.testing.assert_allclose(np.asarray(fitted(*args)), np.asarray(loss(*args)), rtol=1e-5)
-
-
-def _under(fitted: Any, args: Any) -> Any:
-    return jax.jit(jax.value_and_grad(fitted))(*args)

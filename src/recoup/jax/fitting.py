@@ -21,7 +21,8 @@ from recoup.units import Budget, format_bytes, parse_budget
 
 __all__ = ["Fitted", "fit", "free_bytes"]
 
-_ROUNDS = 5
+_ROUNDS = 6
+_CLOSE = 0.01
 _RESERVE = 0.05
 
 Progress = Callable[[int, int, str], object]
@@ -113,27 +114,35 @@ class _Loop:
             VerifyFailure: XLA does not bring any plan that was tried within it.
             InfeasibleBudget: no plan is within it by the corrected graph.
         """
-        graph, seen = self.recording, 0
+        seen, added, fits = 0, 0, 0
         for number in range(_ROUNDS):
             self.tell(number, _ROUNDS, "solving")
-            plan = self._solved(graph, seen)
+            try:
+                plan = self._solved(added, seen)
+            except InfeasibleBudget:
+                if added - fits <= _CLOSE * self.limit:
+                    raise
+                added = (fits + added) // 2
+                continue
             self.tell(number, _ROUNDS, "compiling")
             trial = Trial.of(self.prepared, planned_step(self.prepared, plan))
             peak = trial.compiled.peak_bytes * self.devices
             if peak <= self.limit:
                 return plan, trial
-            seen = min(seen or peak, peak)
+            seen, fits = min(seen or peak, peak), added
             # What XLA lays out does not follow the graph to the byte, so a correction that did not do is made larger.
-            graph = with_scratch(graph, max(peak - plan.peak_bytes, (peak - self.limit) * 2**number, 1))
+            added += max(peak - self.limit + (self.limit - plan.peak_bytes), 1) * (4 + number) // 4
+        if not seen:
+            self._solved(added, seen)
         raise VerifyFailure(
             f"XLA's compiled step takes {format_bytes(seen)} at least, over the budget of {format_bytes(self.limit)}, in {_ROUNDS} plans"
             f" of which each promised to fit (unplanned it takes {format_bytes(self.unplanned.peak_bytes * self.devices)});"
             " give a larger budget, or a version of jaxlib that honours optimization barriers on this platform"
         )
 
-    def _solved(self, recording: Recording, seen: int) -> Plan:
+    def _solved(self, added: int, seen: int) -> Plan:
         try:
-            return solve(recording, self.limit, strategy=self.strategy, time_limit_seconds=self.seconds)
+            return solve(with_scratch(self.recording, added), self.limit, strategy=self.strategy, time_limit_seconds=self.seconds)
         except InfeasibleBudget as error:
             if not seen:
                 raise

@@ -98,15 +98,24 @@ def _sized(graph: StepGraph, limit: int) -> frozenset[int] | None:
     """What to recompute so that the forward hands over at most ``limit`` bytes, at the least time: one row of memory."""
     survey = survey_of(graph, JIT)
     program, frame = survey.program, survey.frame
-    fixed = sum(
-        graph.storages[v].bytes for v in {save.ref.storage for save in graph.saves} - frame.dropping if survey.index.is_activation[v]
-    )
+    standing = {save.ref.storage for save in graph.saves} - frame.dropping
+    fixed = sum(graph.storages[v].bytes for v in standing if survey.index.is_activation[v])
     row = Row(graph.forward_end, fixed, tuple(sorted({*frame.needed, *program.hold})), (), True)
     found = program.solve([row], limit, _SECONDS, 1e-4, _NODES)
     if found.recompute is None:
         return None
     recompute = prune(survey.index, found.recompute)
     return recompute if residual_bytes(graph, recompute) <= limit else None
+
+
+def priced(graph: StepGraph, price: float) -> frozenset[int]:
+    """What to recompute where each kept byte costs ``price`` seconds."""
+    if not price:
+        return frozenset()
+    survey = survey_of(graph, JIT)
+    found = survey.program.priced(price, _SECONDS) if survey.frame.needed else frozenset()
+    # Without an answer in time, keeping all is a plan too.
+    return frozenset() if found is None else prune(survey.index, found)
 
 
 def _split(body: Body, whole: Sequence[Way]) -> list[Way]:
