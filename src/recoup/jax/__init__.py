@@ -4,7 +4,9 @@ planned = recoup.jax.fit(loss, params, batch, budget="6GiB")  # record, solve, a
 step = jax.jit(jax.value_and_grad(planned))
 """
 
+from recoup.jax.export import maxtext, named_actions, policy
 from recoup.jax.fitting import Fitted, fit
+from recoup.jax.offload import Link
 from recoup.jax.planned import Planned, apply
 from recoup.jax.record import record
 from recoup.jax.recording import Recording
@@ -12,4 +14,19 @@ from recoup.jax.residuals import residual_bytes
 from recoup.jax.solving import solve
 from recoup.jax.verifying import Verification, verify
 
-__all__ = ["Fitted", "Planned", "Recording", "Verification", "apply", "fit", "record", "residual_bytes", "solve", "verify"]
+__all__ = [
+    "Fitted",
+    "Link",
+    "Planned",
+    "Recording",
+    "Verification",
+    "apply",
+    "fit",
+    "maxtext",
+    "named_actions",
+    "policy",
+    "record",
+    "residual_bytes",
+    "solve",
+    "verify",
+]

@@ -9,6 +9,7 @@ import msgspec
 
 import jax
 from recoup.errors import InfeasibleBudget, VerifyFailure
+from recoup.jax.offload import Link
 from recoup.jax.planned import Planned, planned_step
 from recoup.jax.record import Prepared, devices_of, prepare, record_prepared
 from recoup.jax.recording import Recording
@@ -44,7 +45,8 @@ class Fitted(Planned):
 def fit(
     loss: Callable[..., Any], *example_args: Any, budget: str | int | Budget, argnums: int | Sequence[int] = 0, has_aux: bool = False,
     static_argnames: Sequence[str] = (), kwargs: Mapping[str, Any] | None = None, strategy: str | Strategy = "optimal",
-    time_limit_seconds: float = 20.0, runs: int = 3, measure: bool = True, name: str | None = None, progress: Progress | None = None,
+    time_limit_seconds: float = 20.0, link: Link | None = None, runs: int = 3, measure: bool = True, name: str | None = None,
+    progress: Progress | None = None,
 ) -> Fitted:  # fmt: skip
     """A function with the values and gradients of a loss whose training step stays within the budget, at the least time.
 
@@ -63,6 +65,7 @@ def fit(
         kwargs: keyword arguments of the loss.
         strategy: ``optimal``, or a named strategy.
         time_limit_seconds: of the solver.
+        link: to the host's memory, to offload over; not measured on an accelerator yet.
         runs: how often the unplanned step is run for its time; with 0 times are modelled.
         measure: whether planned and unplanned steps are timed side by side in the end.
         name: of the step in reports.
@@ -82,7 +85,7 @@ def fit(
     devices = devices_of(prepared.call.arrays)
     free = free_bytes(prepared.call.arrays) if wanted.kind == "auto" else None
     limit = wanted.resolve(unplanned.peak_bytes * devices, free)
-    search = _Loop(prepared, recording, unplanned, limit, strategy, time_limit_seconds, tell)
+    search = _Loop(prepared, recording, unplanned, limit, strategy, time_limit_seconds, link, tell)
     plan, trial = search.run()
     tell(3, 4, "verifying")
     verification = examine(prepared, plan, trial, unplanned, measure=measure)
@@ -101,10 +104,11 @@ class _Loop:
         limit: int,
         strategy: str | Strategy,
         seconds: float,
+        link: Link | None,
         tell: Progress,
     ) -> None:
         self.prepared, self.recording, self.unplanned, self.limit = prepared, recording, unplanned, limit
-        self.strategy, self.seconds, self.tell = strategy, seconds, tell
+        self.strategy, self.seconds, self.link, self.tell = strategy, seconds, link, tell
         self.devices = devices_of(prepared.call.arrays)
 
     def run(self) -> tuple[Plan, Trial]:
@@ -142,7 +146,9 @@ class _Loop:
 
     def _solved(self, added: int, seen: int) -> Plan:
         try:
-            return solve(with_scratch(self.recording, added), self.limit, strategy=self.strategy, time_limit_seconds=self.seconds)
+            return solve(
+                with_scratch(self.recording, added), self.limit, strategy=self.strategy, time_limit_seconds=self.seconds, link=self.link
+            )
         except InfeasibleBudget as error:
             if not seen:
                 raise

@@ -100,4 +100,5 @@ def residual_bytes_of(flat: Callable[..., Sequence[Any]], avals: Sequence[Any], 
 
     jaxpr = jax.make_jaxpr(pull)(*map(shape_of, avals)).jaxpr
     given = {*jaxpr.invars, *jaxpr.constvars}
-    return sum(bytes_of(var.aval) for var in {var for var in jaxpr.outvars if not is_literal(var)} - given)
+    held = {var for var in jaxpr.outvars if not is_literal(var)} - given
+    return sum(bytes_of(var.aval) for var in held if "Host" not in str(getattr(var.aval, "memory_space", "")))

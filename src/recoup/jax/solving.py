@@ -21,6 +21,7 @@ from recoup.errors import InfeasibleBudget
 from recoup.graph import StepGraph
 from recoup.jax.figures import Way, figures_of, residual_bytes, with_loops
 from recoup.jax.menus import Menu, combinations, menu_of, priced, prices_of, sized_way
+from recoup.jax.offload import Link, with_offload
 from recoup.jax.recording import Recording
 from recoup.plan import Plan
 from recoup.plan.capabilities import JIT
@@ -60,6 +61,7 @@ def solve(
     strategy: str | Strategy = "optimal",
     time_limit_seconds: float = 20.0,
     free_bytes: int | None = None,
+    link: Link | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """A plan whose simulated peak is within the budget.
@@ -70,6 +72,7 @@ def solve(
         strategy: ``optimal``, a named one, or an object of the protocol ``Strategy``; it decides in every region.
         time_limit_seconds: how long to search; when it runs out the best plan so far is returned.
         free_bytes: what the device can give, for ``auto``.
+        link: to the host's memory, where what is made again more slowly than it comes back is offloaded; None to offload nothing.
         progress: called with (done, total, text).
 
     Raises:
@@ -87,7 +90,8 @@ def solve(
         plan = solve_graph(
             recording.graph, budget, strategy=chosen, time_limit_seconds=time_limit_seconds, free_bytes=free_bytes, progress=progress
         )
-        return msgspec.structs.replace(plan, fingerprint=recording.fingerprint)
+        plan = msgspec.structs.replace(plan, fingerprint=recording.fingerprint)
+        return plan if link is None else with_offload(recording, plan, link)
     return _Search(recording, budget, chosen, time_limit_seconds, free_bytes, progress).plan()
 
 

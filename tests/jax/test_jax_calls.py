@@ -1,0 +1,174 @@
+"""How planned losses may be called: flags, keywords, other shapes, other gradients, donation, devices, names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import losses
+import numpy as np
+import pytest
+
+import recoup.jax
+from recoup.errors import CaptureError, PlanMismatch, UsageError
+from recoup.jax.recording import load, save
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+MOST = {"budget": "85%", "runs": 0, "measure": False}
+
+
+def flagged(x: Any, w: Any, flag: bool = False, *, times: int = 1) -> Any:
+    for _ in range(4):
+        y = jnp.tanh(x @ w)
+        x = y * 2 if flag else jnp.sin(y)
+    return jnp.square(x).mean() * times
+
+
+X, W = jnp.ones((256, 32)), jnp.eye(32)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((X, W, True), {}), ((X, W), {"flag": True}), ((X,), {"w": W, "flag": True})])
+def test_a_flag_is_taken_by_position_and_by_keyword(args: Any, kwargs: Any) -> None:
+    fitted = recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **MOST)
+    assert not fitted.plan.drops_nothing
+    got = jax.jit(lambda x: jax.grad(lambda x: fitted(x, *args[1:], **kwargs))(x))(X)
+    want = jax.grad(lambda x: flagged(x, W, True))(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-9)
+
+
+def test_partial_binds_a_flag() -> None:
+    fitted = recoup.jax.fit(partial(flagged, flag=True), X, W, **MOST)
+    np.testing.assert_allclose(jax.grad(fitted)(X, W), jax.grad(lambda x: flagged(x, W, True))(X), rtol=1e-4, atol=1e-9)
+
+
+def test_another_flag_is_refused_by_name() -> None:
+    fitted = recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **MOST)
+    with pytest.raises(PlanMismatch, match="flag=True, but is called with False"):
+        fitted(X, W, flag=False)
+
+
+def test_a_number_that_python_decides_on_must_be_named() -> None:
+    def loss(x: Any, layers: int) -> Any:
+        for _ in range(layers):
+            x = jnp.tanh(x @ W)
+        return x.sum()
+
+    with pytest.raises(CaptureError, match="static_argnames"):
+        recoup.jax.record(loss, X, 3, runs=0)
+    assert recoup.jax.record(loss, X, 3, static_argnames=("layers",), runs=0).operations > 5
+    with pytest.raises(UsageError, match="names 'depth', but loss takes x, layers"):
+        recoup.jax.record(loss, X, 3, static_argnames=("depth",), runs=0)
+
+
+def test_argnums_that_cannot_be_differentiated_are_refused() -> None:
+    with pytest.raises(UsageError, match="argument 2 of flagged holds no floating point array"):
+        recoup.jax.record(flagged, X, W, True, argnums=2, runs=0)
+    with pytest.raises(UsageError, match="argnums names argument 7"):
+        recoup.jax.record(flagged, X, W, argnums=7, runs=0)
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    with pytest.raises(CaptureError, match="must return one scalar loss"):
+        recoup.jax.record(lambda x: jnp.tanh(x), X, runs=0)
+
+
+def test_auxiliary_results_come_along() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(jnp.sin(x @ w) + x)
+        return jnp.square(x).mean(), {"last": x, "rows": x.shape[0]}
+
+    fitted = recoup.jax.fit(loss, W, X, has_aux=True, **MOST)
+    (value, aux), grads = jax.jit(jax.value_and_grad(fitted, has_aux=True))(W, X)
+    (want, known), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(W, X)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(grads, slopes, rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(aux["last"], known["last"], rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_the_plan_was_not_made_for_are_right() -> None:
+    loss, (ws, x) = losses.scanned()
+    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    np.testing.assert_allclose(jax.grad(fitted, argnums=1)(ws, x), jax.grad(loss, argnums=1)(ws, x), rtol=1e-4, atol=1e-9)
+
+
+def test_other_shapes_run_the_same_decisions() -> None:
+    loss, (ws, x) = losses.scanned()
+    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    np.testing.assert_allclose(jax.grad(fitted)(ws, x[:7]), jax.grad(loss)(ws, x[:7]), rtol=1e-4, atol=1e-9)
+    assert len(fitted.signatures) == 2
+
+
+def test_a_plan_of_another_loss_is_refused_with_the_first_difference() -> None:
+    fitted = recoup.jax.fit(*_call(losses.unrolled()), **MOST)
+    loss, args = losses.scanned()
+    with pytest.raises(PlanMismatch, match="which loss does not have"):
+        recoup.jax.apply(loss, fitted.plan, *args)
+
+
+def _call(made: losses.Made) -> tuple[Any, ...]:
+    return made[0], *made[1]
+
+
+def test_a_donated_argument_and_an_update_in_the_step() -> None:
+    loss, (ws, x) = losses.unrolled()
+    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+
+    def update(function: Any, ws: Any, x: Any) -> Any:
+        return ws - 0.1 * jax.grad(function)(ws, x)
+
+    planned = jax.jit(partial(update, fitted), donate_argnums=0)
+    plain = jax.jit(partial(update, loss))
+    first, second = jnp.array(ws), jnp.array(ws)
+    for _ in range(3):
+        first, second = planned(first, x), plain(second, x)
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-7)
+
+
+def test_vmap_and_a_second_derivative_go_through_a_planned_loss() -> None:
+    loss, (ws, x) = losses.unrolled()
+    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    several = jnp.stack([x, x * 2])
+    np.testing.assert_allclose(
+        jax.vmap(jax.grad(fitted), (None, 0))(ws, several), jax.vmap(jax.grad(loss), (None, 0))(ws, several), rtol=1e-4, atol=1e-8
+    )
+
+
+def test_arguments_laid_over_two_devices() -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("one device only: XLA_FLAGS was set before")
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((2,), ("data",))
+    for made in (losses.unrolled(), losses.scanned()):
+        loss, (ws, x) = made
+        rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        whole = jax.device_put(ws, NamedSharding(mesh, PartitionSpec()))
+        fitted = recoup.jax.fit(loss, whole, rows, budget="90%", runs=0, measure=False)
+        assert fitted.recording.devices == 2
+        got = jax.jit(jax.grad(fitted))(whole, rows)
+        np.testing.assert_allclose(got, jax.grad(loss)(ws, x), rtol=1e-4, atol=1e-8)
+
+
+def test_recordings_and_plans_survive_the_file(tmp_path: Any) -> None:
+    loss, args = losses.nested()
+    recording = recoup.jax.record(loss, *args, runs=0)
+    save(recording, tmp_path / "step.graph.json.gz")
+    again = load(tmp_path / "step.graph.json.gz")
+    assert again == recording
+    assert again.fingerprint == recording.fingerprint
+    plan = recoup.jax.solve(again, "50%")
+    plan.save(tmp_path / "plan.json")
+    from recoup.plan.file import load_plan
+
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert recoup.jax.verify(loss, load_plan(tmp_path / "plan.json"), *args, measure=False).passed
+
+
+def test_plans_repeat() -> None:
+    loss, args = losses.attention()
+    first, second = (recoup.jax.record(loss, *args, runs=0) for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+    plans = [recoup.jax.solve(recording, "60%") for recording in (first, second)]
+    assert plans[0].decisions == plans[1].decisions
