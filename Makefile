@@ -1,5 +1,5 @@
 # make demo   plan, apply and verify a small GPT-2, and draw its frontier into out/
-# make test   the test suite
+# make test   the test suite, and where there is CPython 3.12 or later the tests of JAX once more, without torch
 # make lint   style, types and the floors of the house
 # Each makes .venv first if there is none; only CPython 3.11 or later and git are needed.
 
@@ -9,17 +9,20 @@ PYTHON ?= python3
 # TORCH=torch==2.13.0+cpu and let pip's configuration name the index that holds it.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# The first that runs: a python on the path may be a shim that names no interpreter.
+NEWER ?= $(shell for one in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
+  "$$one" -c 'import sys; assert sys.version_info >= (3, 12)' 2>/dev/null && echo "$$one" && break; done)
 STAMP := .venv/.recoup-installed
 DEMO := benchmarks/workloads/gpt2.py:workload
 DEMO_SIZES := --set layers=4 --set width=128 --set sequence=128
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint format clean
+.PHONY: demo test test-jax lint format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[torch,dev,report,transformers]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,jax,dev,report,transformers]' flax equinox
 	touch $@
 
 demo: $(STAMP)
@@ -33,6 +36,17 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(MAKE) test-jax
+
+# The newest JAX needs a newer Python than the oldest that Recoup runs on; there it is tested without torch.
+test-jax:
+	@if test -z "$(NEWER)"; then \
+	  echo "test-jax: no CPython 3.12 or later here; the newest JAX is not tested (set NEWER=/path/to/python3.12)"; \
+	else \
+	  test -x .venv-jax/bin/python || $(NEWER) -m venv .venv-jax && \
+	  .venv-jax/bin/python -m pip install --quiet --editable '.[jax,dev]' flax equinox && \
+	  .venv-jax/bin/python -m pytest -n 2 --dist loadfile tests/jax; \
+	fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -45,4 +59,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv out build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-jax out build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,6 +8,8 @@ The public names are loaded when first used: importing ``recoup`` imports neithe
     plan = recoup.solve(graph, budget="6GiB")
     with recoup.apply(model, plan):
         step()
+
+Steps of JAX have the same verbs in ``recoup.jax``, which is imported by itself and needs no torch.
 """
 
 from __future__ import annotations

@@ -135,20 +135,27 @@ def test_vmap_and_a_second_derivative_go_through_a_planned_loss() -> None:
     )
 
 
-def test_arguments_laid_over_two_devices() -> None:
+@pytest.mark.parametrize("explicit", [False, True])
+def test_arguments_laid_over_two_devices(explicit: bool) -> None:
     if len(jax.devices()) < 2:
         pytest.skip("one device only: XLA_FLAGS was set before")
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    mesh = jax.make_mesh((2,), ("data",))
-    for made in (losses.unrolled(), losses.scanned()):
-        loss, (ws, x) = made
-        rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-        whole = jax.device_put(ws, NamedSharding(mesh, PartitionSpec()))
-        fitted = recoup.jax.fit(loss, whole, rows, budget="90%", runs=0, measure=False)
-        assert fitted.recording.devices == 2
-        got = jax.jit(jax.grad(fitted))(whole, rows)
-        np.testing.assert_allclose(got, jax.grad(loss)(ws, x), rtol=1e-4, atol=1e-8)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit if explicit else AxisType.Auto,))
+
+    def loss(ws: Any, x: Any) -> Any:
+        x = jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.sin(x * w) + x), None), x, ws)[0])
+        return jnp.tanh(jnp.sin(x * 2) * 3).mean()
+
+    ws, x = jnp.linspace(0.1, 1, 6 * 32).reshape(6, 32), jnp.ones((256, 32))
+    rows = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    whole = jax.device_put(ws, NamedSharding(mesh, PartitionSpec()))
+    fitted = recoup.jax.fit(loss, whole, rows, budget="80%", argnums=(0, 1), runs=0, measure=False)
+    assert fitted.recording.devices == 2
+    assert not fitted.plan.drops_nothing
+    got = jax.jit(jax.grad(fitted, argnums=(0, 1)))(whole, rows)
+    for one, other in zip(got, jax.grad(loss, argnums=(0, 1))(ws, x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-8)
 
 
 def test_recordings_and_plans_survive_the_file(tmp_path: Any) -> None:
@@ -170,5 +177,5 @@ def test_plans_repeat() -> None:
     loss, args = losses.attention()
     first, second = (recoup.jax.record(loss, *args, runs=0) for _ in range(2))
     assert first.fingerprint == second.fingerprint
-    plans = [recoup.jax.solve(recording, "60%") for recording in (first, second)]
+    plans = [recoup.jax.solve(recording, "75%") for recording in (first, second)]
     assert plans[0].decisions == plans[1].decisions

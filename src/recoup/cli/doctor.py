@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["configure", "run"]
 
-_PACKAGES = ("numpy", "msgspec", "highspy", "rich", "torch", "transformers", "matplotlib")
+_PACKAGES = ("numpy", "msgspec", "highspy", "rich", "torch", "transformers", "jax", "jaxlib", "flax", "equinox", "matplotlib")
 _PROBE_BYTES = 4 * 2**20
 
 
@@ -42,10 +42,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from recoup.report.text import checks_table
 
     versions = {"recoup": __version__, "python": platform.python_version(), **dict(_installed())}
+    settings: dict[str, str] = {}
+    checks: list[Checked] = []
     if "torch" in versions:
-        settings, checks = _torch_settings(), _torch_checks()
-    else:
-        settings, checks = {}, [_Check("torch", False, "not installed: pip install 'recoup[torch]'")]
+        settings, checks = _torch_settings(), [*_torch_checks()]
+    if "jax" in versions:
+        checks.extend(_jax_checks())
+    if not checks:
+        checks = [_Check("front-end", False, "none installed: pip install 'recoup[torch]' or pip install 'recoup[jax]'")]
     facts = {"versions": versions, "settings": settings, "checks": check_facts(checks)}
     lines = "\n".join(f"{name} {value}" for name, value in (versions | settings).items())
     console.data(facts, lines, "", checks_table(checks))
@@ -73,6 +77,15 @@ def _torch_checks() -> Sequence[Checked]:
     from recoup.torch import doctor
 
     return [_meter_check(), *doctor()]
+
+
+def _jax_checks() -> Iterator[Checked]:
+    import jax
+    from recoup.jax import jaxprs, ties
+
+    yield from (_Check(*found) for found in jaxprs.self_test())
+    backend = jax.default_backend()
+    yield _Check("tying recomputation", True, f"by {ties.way_of(backend)} on {backend}")
 
 
 def _meter_check() -> _Check:

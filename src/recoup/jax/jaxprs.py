@@ -29,6 +29,7 @@ __all__ = [
     "flatten",
     "inner_jaxprs",
     "is_dropped",
+    "is_explicit",
     "is_inexact",
     "is_literal",
     "scan_of",
@@ -84,8 +85,16 @@ def bytes_of(aval: Aval) -> int:
 
 
 def shape_of(aval: Aval) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weakness of a type, to trace with."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+    """Shape, dtype and weakness of a type, to trace with; its sharding where that is part of the type."""
+    sharding = aval.sharding if is_explicit(aval) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), sharding=sharding)
+
+
+def is_explicit(aval: Aval) -> bool:
+    """Whether a type says how its array lies on an explicit mesh."""
+    sharding = getattr(aval, "sharding", None)
+    laid = any(part is not None for part in getattr(sharding, "spec", None) or ())
+    return laid and any("xplicit" in str(kind) for kind in getattr(sharding.mesh, "axis_types", None) or ())
 
 
 def values_of(atoms: Sequence[Any], env: Mapping[Any, Any]) -> list[Any]:

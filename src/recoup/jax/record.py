@@ -77,7 +77,7 @@ def prepare_call(loss: Loss, convention: Convention, call: Call, has_aux: bool) 
 
     try:
         closed = jax.make_jaxpr(flat)(*map(shape_of, call.avals))
-    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError) as error:
         raise CaptureError(
             f"{convention.name} makes a Python decision on a traced value; pass the argument that decides as a flag (bool or text), "
             f"or name it in static_argnames: {str(error).splitlines()[0]}"

@@ -7,7 +7,7 @@ Two ways, both exact:
   unequal to itself or at most infinity. It is fused into what reads ``x`` or costs one pass over it. For CPU before that, where
   barriers go before common subexpressions are merged.
 
-Which one holds is tried on the backend, once.
+Which one holds is tried on the backend, once. Arrays whose types carry shardings cannot be sliced for the second; they take the first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax
+from recoup.jax.jaxprs import is_explicit
 
 __all__ = ["honoured", "tie", "ties_are_free", "way_of"]
 
@@ -36,7 +37,7 @@ def tie(values: Sequence[Any], flowing: Sequence[Any], still: Sequence[bool]) ->
         flowing: cotangents in flight, at least one.
         still: which values are arguments of the step; they stand anyway, and are tied only where that is free.
     """
-    if way_of(jax.default_backend()) == "barrier":
+    if way_of(jax.default_backend()) == "barrier" or any(is_explicit(jax.typeof(one)) for one in flowing):
         tied, after = jax.lax.optimization_barrier((list(values), list(flowing)))
         return tied, after
     sign = functools.reduce(jnp.logical_and, [_always(one) for one in flowing if one.size])
