@@ -19,9 +19,8 @@ MOST = {"budget": "85%", "runs": 0, "measure": False}
 
 
 def flagged(x: Any, w: Any, flag: bool = False, *, times: int = 1) -> Any:
-    for _ in range(4):
-        y = jnp.tanh(x @ w)
-        x = y * 2 if flag else jnp.sin(y)
+    for _ in range(6):
+        x = jnp.tanh(jnp.sin(x @ w) * (2 if flag else 1) + x)
     return jnp.square(x).mean() * times
 
 
