@@ -189,7 +189,7 @@ def _checked(made: object, source: str) -> tuple[nn.Module, Callable[[], object]
         raise MissingExtra("running a workload needs PyTorch; install it with: pip install 'recoup[torch]'") from error
     if not isinstance(made, tuple) or len(made) != 2:
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise UsageError(f"{source} must return (model, step), or (loss, args) of JAX, but returned {got}")
+        raise UsageError(f"{source} must return (model, step), but returned {got}; a JAX step is (loss, args)")
     model, step = made
     if not isinstance(model, nn.Module):
         raise UsageError(f"{source} must return (model, step), model a torch.nn.Module, but it is a {type(model).__name__}")
