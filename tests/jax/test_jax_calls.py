@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import losses
@@ -18,6 +18,17 @@ jnp = jax.numpy
 MOST = {"budget": "85%", "runs": 0, "measure": False}
 
 
+@cache
+def fitted_to(make: Any) -> Any:
+    loss, args = make()
+    return recoup.jax.fit(loss, *args, **MOST)
+
+
+@cache
+def fitted_flagged() -> Any:
+    return recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **MOST)
+
+
 def flagged(x: Any, w: Any, flag: bool = False, *, times: int = 1) -> Any:
     for _ in range(6):
         x = jnp.tanh(jnp.sin(x @ w) * (2 if flag else 1) + x)
@@ -29,7 +40,7 @@ X, W = jnp.ones((256, 32)), jnp.eye(32)
 
 @pytest.mark.parametrize(("args", "kwargs"), [((X, W, True), {}), ((X, W), {"flag": True}), ((X,), {"w": W, "flag": True})])
 def test_a_flag_is_taken_by_position_and_by_keyword(args: Any, kwargs: Any) -> None:
-    fitted = recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **MOST)
+    fitted = fitted_flagged()
     assert not fitted.plan.drops_nothing
     got = jax.jit(lambda x: jax.grad(lambda x: fitted(x, *args[1:], **kwargs))(x))(X)
     want = jax.grad(lambda x: flagged(x, W, True))(X)
@@ -42,7 +53,7 @@ def test_partial_binds_a_flag() -> None:
 
 
 def test_another_flag_is_refused_by_name() -> None:
-    fitted = recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **MOST)
+    fitted = fitted_flagged()
     with pytest.raises(PlanMismatch, match="flag=True, but is called with False"):
         fitted(X, W, flag=False)
 
@@ -87,32 +98,25 @@ def test_auxiliary_results_come_along() -> None:
 
 
 def test_gradients_that_the_plan_was_not_made_for_are_right() -> None:
-    loss, (ws, x) = losses.scanned()
-    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    fitted, (loss, (ws, x)) = fitted_to(losses.scanned), losses.scanned()
     np.testing.assert_allclose(jax.grad(fitted, argnums=1)(ws, x), jax.grad(loss, argnums=1)(ws, x), rtol=1e-4, atol=1e-9)
 
 
 def test_other_shapes_run_the_same_decisions() -> None:
-    loss, (ws, x) = losses.scanned()
-    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    fitted, (loss, (ws, x)) = fitted_to(losses.scanned), losses.scanned()
     np.testing.assert_allclose(jax.grad(fitted)(ws, x[:7]), jax.grad(loss)(ws, x[:7]), rtol=1e-4, atol=1e-9)
     assert len(fitted.signatures) == 2
 
 
 def test_a_plan_of_another_loss_is_refused_with_the_first_difference() -> None:
-    fitted = recoup.jax.fit(*_call(losses.unrolled()), **MOST)
+    fitted = fitted_to(losses.unrolled)
     loss, args = losses.scanned()
     with pytest.raises(PlanMismatch, match="which loss does not have"):
         recoup.jax.apply(loss, fitted.plan, *args)
 
 
-def _call(made: losses.Made) -> tuple[Any, ...]:
-    return made[0], *made[1]
-
-
 def test_a_donated_argument_and_an_update_in_the_step() -> None:
-    loss, (ws, x) = losses.unrolled()
-    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    fitted, (loss, (ws, x)) = fitted_to(losses.unrolled), losses.unrolled()
 
     def update(function: Any, ws: Any, x: Any) -> Any:
         return ws - 0.1 * jax.grad(function)(ws, x)
@@ -126,8 +130,7 @@ def test_a_donated_argument_and_an_update_in_the_step() -> None:
 
 
 def test_vmap_and_a_second_derivative_go_through_a_planned_loss() -> None:
-    loss, (ws, x) = losses.unrolled()
-    fitted = recoup.jax.fit(loss, ws, x, **MOST)
+    fitted, (loss, (ws, x)) = fitted_to(losses.unrolled), losses.unrolled()
     several = jnp.stack([x, x * 2])
     np.testing.assert_allclose(
         jax.vmap(jax.grad(fitted), (None, 0))(ws, several), jax.vmap(jax.grad(loss), (None, 0))(ws, several), rtol=1e-4, atol=1e-8

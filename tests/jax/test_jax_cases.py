@@ -21,7 +21,7 @@ def _layer(x: Any, w: Any) -> Any:
 
 
 def _unrolled(ws: Any, x: Any) -> Any:
-    for layer in range(LAYERS):
+    for layer in range(ws.shape[0]):
         x = _layer(x, ws[layer])
     return jnp.square(x).sum()
 
