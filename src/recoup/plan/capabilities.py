@@ -46,7 +46,7 @@ _BY_FRONTEND = {"torch-eager": (LIVE, STATIC), "torch-compile": (COMPILED,), "ja
 
 
 def gears_of(frontend: str) -> tuple[Capabilities, ...]:
-    """The executors that can run plans for a front-end's graphs."""
+    """The executors that can run plans for a front-end's graphs; for graphs of no front-end, those of eager PyTorch."""
     return _BY_FRONTEND.get(frontend, (LIVE, STATIC))
 
 
