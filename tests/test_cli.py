@@ -580,7 +580,8 @@ def test_doctor_gives_versions_and_tests(capsys: pytest.CaptureFixture[str], mon
     status, out, _ = run(capsys, "doctor", "--format", "json")
     facts = json.loads(out)
     assert facts["versions"]["torch"].startswith(torch.__version__.split("+")[0])
-    assert [check["name"] for check in facts["checks"]] == ["allocator meter", "private hooks"]
+    # JAX's own checks follow where it is installed.
+    assert [check["name"] for check in facts["checks"]][:2] == ["allocator meter", "private hooks"]
     assert status == 0
     checks.append(SimpleNamespace(name="broken", passed=False, detail="gone"))
     status, out, _ = run(capsys, "doctor")

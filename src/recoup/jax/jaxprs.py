@@ -94,7 +94,7 @@ def is_explicit(aval: Aval) -> bool:
     """Whether a type says how its array lies on an explicit mesh."""
     sharding = getattr(aval, "sharding", None)
     laid = any(part is not None for part in getattr(sharding, "spec", None) or ())
-    return laid and any("xplicit" in str(kind) for kind in getattr(sharding.mesh, "axis_types", None) or ())
+    return laid and any("xplicit" in str(kind) for kind in getattr(getattr(sharding, "mesh", None), "axis_types", None) or ())
 
 
 def values_of(atoms: Sequence[Any], env: Mapping[Any, Any]) -> list[Any]:
