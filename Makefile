@@ -1,5 +1,6 @@
 # make demo   plan, apply and verify a small GPT-2, and draw its frontier into out/
-# make test   the test suite, and where there is CPython 3.12 or later the tests of JAX once more, without torch
+# make test   the test suite
+# make test-jax   the tests of JAX once more, without torch and on the newest JAX, where there is CPython 3.12 or later
 # make lint   style, types and the floors of the house
 # Each makes .venv first if there is none; only CPython 3.11 or later and git are needed.
 
@@ -36,7 +37,6 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(MAKE) test-jax
 
 # The newest JAX needs a newer Python than the oldest that Recoup runs on; there it is tested without torch.
 test-jax:
