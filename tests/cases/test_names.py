@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from msgspec.structs import replace
 from situations import GEARS, Result, Step, everything, planned
 from torch import Tensor, nn
 
@@ -97,11 +98,16 @@ def test_a_plan_whose_names_match_nothing() -> None:
 
 
 def test_a_plan_for_another_front_end() -> None:
-    from msgspec.structs import replace
-
     model, _, plan = planned(make, "live")
     with pytest.raises(PlanMismatch, match="PyTorch eager"):
         apply(model, replace(plan, frontend="torch-compile"))
+
+
+def test_a_plan_that_offloads_is_not_taken_for_one_that_keeps() -> None:
+    model, _, plan = planned(make, "live")
+    first = plan.decisions[0]
+    with pytest.raises(PlanMismatch, match="which no executor of PyTorch does"):
+        apply(model, replace(plan, decisions=(replace(first, action="offload", held_from=""), *plan.decisions[1:])))
 
 
 class Adapted(Block):

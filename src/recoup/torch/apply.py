@@ -289,6 +289,8 @@ def apply(
         PlanMismatch: the plan names modules that the model does not have, or is for another front-end.
         UsageError: an option has an unknown value.
     """
+    if plan.offload_sites:
+        raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)}, which no executor of PyTorch does; recompute or keep it instead")
     if is_compiled(model):
         return _applied_to_compiled(model, plan)
     if plan.frontend != "torch-eager":

@@ -87,6 +87,9 @@ class Planned:
     def after(self, call: Logged) -> None:
         """Nothing to do."""
 
+    def backward_ends(self) -> None:
+        """Nothing to do."""
+
     def _demand_all_met(self) -> None:
         missing = sorted(self.plan.recompute_sites - self.met)
         if missing and self._seen <= self._looked_into:

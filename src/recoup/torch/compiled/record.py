@@ -37,6 +37,8 @@ class KeepAll:
 
     def __init__(self) -> None:
         self.calls: list[Logged] = []
+        # For each call and result whether it outlives the backward: then the user holds it. None before a backward is over.
+        self.held: list[tuple[bool, ...]] | None = None
 
     def decisions(self, piece: Piece, label: Label) -> Local:
         """Nothing, whatever the graph."""
@@ -59,6 +61,10 @@ class KeepAll:
     def after(self, call: Logged) -> None:
         """Remembers the call."""
         self.calls.append(call)
+
+    def backward_ends(self) -> None:
+        """Looks which results are still there."""
+        self.held = [tuple(alive is None or alive() is not None for alive in call.alive) for call in self.calls]
 
 
 def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name: str, progress: Progress) -> StepGraph:
@@ -91,12 +97,12 @@ def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name:
         step_seconds = time_step(step, repeats=5, warmup=1, synchronize=synchronizer(device))
         snapshot.restore()
     progress(4, _TOTAL, "pricing operations")
-    calls = [call for call in keeping.calls if call.piece.joint is not None]
+    calls = calls_of(keeping.calls, keeping.held)
     if not calls:
         raise CaptureError(
             "no compiled graph of the step has a backward pass: there is nothing to plan. Is the model compiled, and in training mode?"
         )
-    whole = combined(calls_of(calls), standing_bytes=standing_bytes, name=name).graph
+    whole = combined(calls, standing_bytes=standing_bytes, name=name).graph
     whole = msgspec.structs.replace(
         whole,
         device=str(device),
@@ -110,14 +116,15 @@ def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name:
     return graph
 
 
-def calls_of(calls: Sequence[Logged]) -> list[Call]:
-    """The logged calls with their joint graphs priced, each graph once."""
+def calls_of(calls: Sequence[Logged], held: Sequence[tuple[bool, ...]] | None = None) -> list[Call]:
+    """The logged calls that have a joint graph, each graph priced once; ``held`` says of all results whether the user keeps them."""
     known: dict[Piece, Joint] = {}
     found = []
-    for call in calls:
+    for number, call in enumerate(calls):
+        if call.piece.joint is None:
+            continue
         if call.piece not in known:
-            assert call.piece.joint is not None
             known[call.piece] = priced(call.piece.joint)
-        label = call.label
-        found.append(Call(known[call.piece], label.prefix, label.turn, call.inputs, call.outputs))
+        kept = held[number] if held is not None else ()
+        found.append(Call(known[call.piece], call.label.prefix, call.label.turn, call.inputs, call.outputs, kept))
     return found

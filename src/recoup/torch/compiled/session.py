@@ -11,7 +11,8 @@ a step, so that a graph compiled for another shape takes the place, and the deci
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from recoup.torch.compiled.emit import emit
 from recoup.torch.compiled.interfaces import Compiled, Compiler, CustomPartitionerFn, Recompilable, keep_all
 from recoup.torch.compiled.joint import Joint, joint_of
+from recoup.torch.private import call_at_end_of_backward
 
 __all__ = ["Chooser", "Label", "Local", "Logged", "Piece", "Session", "memories"]
 
@@ -74,15 +76,28 @@ class Chooser(Protocol):
         """A call has run."""
         ...
 
+    def backward_ends(self) -> None:
+        """A backward pass that reached the step's results is over."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """One call that was seen: its graph, label, and where its inputs and results lie in memory; 0 for what has none."""
+    """One call that was seen.
+
+    Attributes:
+        piece: its graph.
+        label: which call of the step it is.
+        inputs: where its inputs lie in memory; 0 for what has none.
+        outputs: where its results lie.
+        alive: for each result whether its memory is still there; None if it has none.
+    """
 
     piece: Piece
     label: Label
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    alive: tuple[Callable[[], object] | None, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -145,12 +160,14 @@ class Session:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._backward_began)
             if self.logging:
-                self.chooser.after(Logged(piece, label, before, memories(leaves)))
+                self.chooser.after(Logged(piece, label, before, memories(leaves), tuple(map(_watch, leaves))))
             return results
 
         return run
 
     def _backward_began(self, gradient: Tensor) -> None:
+        if self.logging and not self._over:
+            call_at_end_of_backward(self.chooser.backward_ends)
         self._over = True
 
     def _begin_step(self) -> None:
@@ -219,6 +236,11 @@ class _Split(CustomPartitionerFn):
         chosen = [(by_site[site], trigger) for site, trigger in self.chooser.choose(self.piece, self.label, joint) if site in by_site]
         held = {v: by_site[trigger] for v, trigger in chosen if trigger in by_site}
         return emit(joint, frozenset(v for v, _ in chosen), held)
+
+
+def _watch(leaf: object) -> Callable[[], object] | None:
+    """Says whether a tensor's memory is still there, and does not keep it."""
+    return weakref.ref(leaf.untyped_storage()) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else None
 
 
 def memories(leaves: Sequence[object]) -> tuple[int, ...]:

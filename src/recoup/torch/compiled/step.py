@@ -29,6 +29,7 @@ class Call:
         turn: tells graphs with the same prefix apart.
         inputs: for each input of the graph the memory it lay in; 0 where that is not known.
         outputs: for each result of the forward the memory it lies in; 0 where that is not known.
+        held: for each result whether it outlives the backward; all do where it is empty.
     """
 
     joint: Joint
@@ -36,6 +37,7 @@ class Call:
     turn: int = 0
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    held: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class _Combining:
         times = Counter((call.prefix, call.turn) for call in calls)
         self.shared = [times[call.prefix, call.turn] > 1 for call in calls]
         self.by_memory: dict[int, int] = {}
+        # Results that the user lets go of before the backward is over.
+        self.let_go: set[int] = set()
         # The first operation of each call's forward and backward in the step.
         self.starts: list[tuple[int, int]] = self._starts()
         self.count = sum(len(call.joint.graph.ops) for call in calls)
@@ -174,6 +178,9 @@ class _Combining:
                 memory: ids[v] for v, memory in zip(call.joint.results, call.outputs, strict=True) if memory and v is not None
             }
 
+        if len(call.joint.results) == len(call.held):
+            self.let_go |= {ids[v] for v, kept in zip(call.joint.results, call.held, strict=True) if v is not None and not kept}
+
     def _hand_back(self) -> None:
         """The gradient of a result that one later call took is the storage that this call's backward leaves it in."""
         takers: dict[int, list[tuple[int, int]]] = {}
@@ -196,6 +203,7 @@ class _Combining:
         self.lives = [self.lives[v] for v in left]
         self.ids = [[place_of[same.get(v, v)] for v in ids] for ids in self.ids]
         self.by_memory = {memory: place_of[v] for memory, v in self.by_memory.items()}
+        self.let_go = {place_of[v] for v in self.let_go if v in place_of}
 
     def _life(self, number: int, storage: Storage) -> _Life:
         graph = self.calls[number].joint.graph
@@ -247,8 +255,8 @@ class _Combining:
             own = self.ids[max(owners)].index(v)
             inner = any(own == back and place not in joint.static_inputs for place, back in enumerate(joint.gradients))
             return max(last, self.starts[max(owners) - 1][1] + 1) if inner and max(owners) > 0 else self.count
-        # A later call may have taken it over; else the user has it.
-        return last if len(owners) > 1 else self.count
+        # A later call may have taken it over, or the user let it go; else the user has it.
+        return last if len(owners) > 1 or v in self.let_go else self.count
 
     def _rest(self, storages: list[Storage]) -> list[Storage]:
         """What stands beside the graphs' own inputs, as one storage."""
