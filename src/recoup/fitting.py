@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -18,10 +18,13 @@ from recoup.simulate import simulate
 from recoup.solve import solve
 from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
-from recoup.torch import Applied, AppliedCompiled, Report
+from recoup.torch import Applied, Report
 from recoup.torch.free import free_bytes
 from recoup.units import Budget, format_bytes, parse_budget
 from recoup.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from recoup.torch.compiled.apply import AppliedCompiled
 
 __all__ = ["Fitted", "fit"]
 

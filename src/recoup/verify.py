@@ -23,8 +23,7 @@ import recoup.torch
 from recoup.errors import UsageError, VerifyFailure
 from recoup.plan.plan import Plan
 from recoup.torch.apply import refuse_planned
-from recoup.torch.compiled.apply import side_by_side
-from recoup.torch.compiled.interfaces import is_compiled
+from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.meter import device_of, measure_peak, meter_for
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.state import Snapshot, find_state, generator_states, own_attributes, same_bits
@@ -120,7 +119,7 @@ def verify(
     total = 4 if measure else 2
     with ExitStack() as stack:
         # The stock partitioner recomputes too; what a compiled step is compared with is the one that keeps all.
-        turn = stack.enter_context(side_by_side(model, plan)) if is_compiled(model) else None
+        turn = stack.enter_context(_side_by_side(model, plan)) if is_compiled(model) else None
         bench = _Bench(model, step, plan, gear, stack.enter_context(Snapshot.take(model, step)), turn)
         tell(0, total, "running unplanned steps")
         reference = bench.outcomes(steps, planned=False)
@@ -145,6 +144,12 @@ def verify(
         step_seconds=seconds,
         unplanned_step_seconds=unplanned_seconds,
     )
+
+
+def _side_by_side(model: torch.nn.Module, plan: Plan) -> AbstractContextManager[Callable[[bool], AbstractContextManager[object]]]:
+    from recoup.torch.compiled.apply import side_by_side  # loads the compiler's private parts, which eager models do without
+
+    return side_by_side(model, plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
 from recoup.graph.rules import check
 from recoup.torch import doctor
 from recoup.torch.compiled.backend import compiled_plan, recoup_backend
-from recoup.torch.compiled.interfaces import is_compiled
+from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.meter import measure_peak
 
 KERNELS = ("aten", "inductor")
@@ -305,6 +307,18 @@ def test_doctor_tries_the_compilers_interfaces() -> None:
     found = {check.name: check for check in doctor()}
     assert found["the joint graph can be split at chosen nodes"].passed
     assert found["extraction takes the arguments known"].passed
+
+
+def test_eager_models_do_without_the_compiler() -> None:
+    code = """
+import sys, torch, recoup
+model = torch.nn.Linear(2, 2)
+plan = recoup.solve(recoup.record(lambda: model(torch.ones(1, 2)).sum().backward(), model=model, runs=1), "100%")
+recoup.apply(model, plan).remove()
+print([name for name in sys.modules if name in ("torch._functorch.partitioners", "recoup.torch.compiled.interfaces")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_compiled_model_is_known_as_one() -> None:

@@ -7,14 +7,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
 from recoup.errors import PlanMismatch, UsageError
 from recoup.plan import Plan
-from recoup.torch.compiled.apply import AppliedCompiled
-from recoup.torch.compiled.interfaces import is_compiled
+from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.interception import Interception
 from recoup.torch.live import LiveSession, outer_recomputes
 from recoup.torch.naming import tensor_names
@@ -23,6 +22,9 @@ from recoup.torch.private import below_backward, is_faking
 from recoup.torch.promotion import CallState, Promotion
 from recoup.torch.report import Report
 from recoup.torch.signature import signature_of
+
+if TYPE_CHECKING:
+    from recoup.torch.compiled.apply import AppliedCompiled
 
 __all__ = ["Applied", "Report", "apply", "refuse_planned"]
 
@@ -299,6 +301,8 @@ def apply(
 
 
 def _applied_to_compiled(model: torch.nn.Module, plan: Plan) -> AppliedCompiled:
+    from recoup.torch.compiled.apply import AppliedCompiled  # loads the compiler's private parts, which eager models do without
+
     refuse_planned(model)
 
     def forget() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from recoup.torch.compiled.interfaces import self_test as test_compiler
 from recoup.torch.private import TESTED_TORCH, self_test
 
 __all__ = ["Check", "doctor"]
@@ -23,6 +22,8 @@ class Check:
 
 def doctor() -> list[Check]:
     """Try what Recoup leans on."""
+    from recoup.torch.compiled.interfaces import self_test as test_compiler  # loads the compiler, which nothing else here needs
+
     version = ".".join(str(torch.__version__).split(".")[:2])
     tested = version in TESTED_TORCH
     checks = [Check("tested version of torch", tested, f"{torch.__version__}; tested: {', '.join(TESTED_TORCH)}")]

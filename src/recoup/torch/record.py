@@ -14,8 +14,7 @@ from recoup.graph.rules import check
 from recoup.torch.apply import refuse_planned
 from recoup.torch.audit import probe_operations, rebuild_everything
 from recoup.torch.blocks import blocks_of
-from recoup.torch.compiled.interfaces import is_compiled
-from recoup.torch.compiled.record import record_compiled
+from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.environment import environment
 from recoup.torch.frames import OUTSIDE
 from recoup.torch.meter import device_of, measure_peak, profile_operations
@@ -62,6 +61,8 @@ def record(
     refuse_planned(model)
     tell = progress or (lambda done, total, text: None)
     if is_compiled(model):
+        from recoup.torch.compiled.record import record_compiled  # loads the compiler's private parts, which eager models do without
+
         return record_compiled(step, model, name=name, progress=tell)
     return _Recording(step, model, runs, tell).graph(name)
 

@@ -36,13 +36,11 @@ __all__ = [
     "graph_breaks",
     "inductor_compiler",
     "intercepted",
-    "is_compiled",
     "is_random",
     "is_symbolic",
     "keep_all",
     "module_path",
     "no_modes",
-    "original",
     "required_forward",
     "rng_state_example",
     "run_and_save_rng_state",
@@ -134,20 +132,6 @@ def graph_breaks() -> Generator[list[str]]:
     yield reasons
     after = counters["graph_break"].items()
     reasons.extend(" ".join(reason.split("\n")[0].split()) for reason, count in after if count > before.get(reason, 0))
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether calls of the model, or of a module in it, go through ``torch.compile``."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    slots = (module.__dict__.get("_compiled_call_impl") for module in model.modules())
-    return isinstance(model, OptimizedModule) or any(hasattr(slot, "_torchdynamo_orig_callable") for slot in slots)
-
-
-def original(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given; the model itself where it was none."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, torch.nn.Module) else model
 
 
 class Recompilable:

@@ -13,7 +13,8 @@ from recoup.graph import StepGraph
 from recoup.graph.peak import corrected
 from recoup.graph.rules import check
 from recoup.torch.blocks import blocks_of
-from recoup.torch.compiled.interfaces import graph_breaks, original
+from recoup.torch.compiled.detect import original
+from recoup.torch.compiled.interfaces import graph_breaks
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.pricing import priced
 from recoup.torch.compiled.session import Label, Local, Logged, Piece

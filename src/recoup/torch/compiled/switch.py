@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from recoup.torch.compiled.interfaces import intercepted, original
+from recoup.torch.compiled.detect import original
+from recoup.torch.compiled.interfaces import intercepted
 from recoup.torch.compiled.session import Chooser, Session
 from recoup.torch.naming import tensor_names
 
