@@ -17,7 +17,7 @@ import torch
 
 from recoup.errors import UsageError
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Times", "alternate", "clock_for", "synchronizer", "time_step"]
+__all__ = ["Clock", "CpuClock", "CudaClock", "Times", "alternate", "clock_for", "least_seconds", "synchronizer", "time_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,16 @@ def alternate(
             if progress is not None:
                 progress(done, total, f"timing {name}")
     return {name: Times(statistics.median(taken), tuple(taken)) for name, taken in seconds.items()}
+
+
+def least_seconds(call: Callable[[], object], repeats: int, synchronize: Callable[[], None], enough: float = float("inf")) -> float:
+    """The least seconds of several runs of one call; no further run once even the least is longer than ``enough``."""
+    best = float("inf")
+    for _ in range(repeats):
+        best = min(best, _once(call, synchronize))
+        if best > enough:
+            break
+    return best
 
 
 def _once(step: Callable[[], object], wait: Callable[[], None]) -> float:

@@ -139,7 +139,7 @@ class Budgeted:
         calls = self._planable()
         if not calls:
             return
-        graph = combined(calls_of(calls), beside_bytes=self.settings.standing_bytes, name="compiled step").graph
+        graph = combined(calls_of(calls), beside_bytes=self.settings.standing_bytes, name="compiled step")
         budget_bytes = self.settings.budget.resolve(simulate(graph).peak_bytes)
         self.plan = self._plan_for(graph, budget_bytes)
         before, now = set(self.planned), frozenset(map(_key, calls))

@@ -11,7 +11,6 @@ with launch and bandwidth measured on this machine. A reduction in a loop keeps 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -22,7 +21,7 @@ from torch import fx
 from recoup.torch.compiled.interfaces import concrete, no_modes
 from recoup.torch.compiled.loops import is_pointwise
 from recoup.torch.compiled.traced import tensors_of
-from recoup.torch.timing import synchronizer
+from recoup.torch.timing import least_seconds, synchronizer
 
 __all__ = ["Price", "in_a_loop"]
 
@@ -66,18 +65,6 @@ def _kernel(device: str) -> tuple[float, float]:
     with no_modes():
         small, large = torch.zeros(1, device=device), torch.zeros(_PROBE_BYTES // 4, device=device)
         target = torch.empty_like(large)
-        launch = _least(lambda: small.neg_(), device)
-        return launch, max(_least(lambda: target.copy_(large), device) - launch, 0.0) / (2 * _PROBE_BYTES)
-
-
-def _least(call: object, device: str) -> float:
-    assert callable(call)
-    wait = synchronizer(device)
-    best = float("inf")
-    for _ in range(_REPEATS):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        best = min(best, time.perf_counter() - start)
-    return best
+        wait = synchronizer(device)
+        launch = least_seconds(lambda: small.neg_(), _REPEATS, wait)
+        return launch, max(least_seconds(lambda: target.copy_(large), _REPEATS, wait) - launch, 0.0) / (2 * _PROBE_BYTES)

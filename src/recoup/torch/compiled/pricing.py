@@ -6,7 +6,6 @@ forty equal layers costs what one layer costs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,9 +21,9 @@ from recoup.torch.compiled.interfaces import concrete, is_random, no_modes
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.loops import is_loop
 from recoup.torch.meter import CpuMeter, Meter, meter_for
-from recoup.torch.timing import synchronizer
+from recoup.torch.timing import least_seconds, synchronizer
 
-__all__ = ["call_of", "price_of", "priced"]
+__all__ = ["price_of", "priced"]
 
 _REPEATS = 3
 _LONG_SECONDS = 0.02
@@ -34,7 +33,7 @@ _UNKNOWN = Price(0.0, 0, "assumed")
 _KNOWN: dict[str, Price] = {}
 
 
-def priced(joint: Joint, progress: Callable[[int, int], None] | None = None) -> Joint:
+def priced(joint: Joint) -> Joint:
     """The joint graph with the seconds and scratch bytes of every operation.
 
     A random operation is given a generator's state of scratch: a replay looks at the state that stands, and puts it back. In a
@@ -51,8 +50,6 @@ def priced(joint: Joint, progress: Callable[[int, int], None] | None = None) -> 
             provenance=unknown if prices else "assumed",
         )
         ops.append(op)
-        if progress is not None:
-            progress(len(ops), len(joint.nodes))
     graph = msgspec.structs.replace(joint.graph, ops=tuple(ops), step_seconds=sum(op.seconds for op in ops))
     return replace(joint, graph=graph)
 
@@ -67,7 +64,7 @@ def price_of(node: fx.Node) -> Price:
     return _KNOWN[key]
 
 
-def call_of(node: fx.Node) -> Callable[[], Any]:
+def _call_of(node: fx.Node) -> Callable[[], Any]:
     """The node's operation on made-up tensors of the traced shapes; call it under ``no_modes``."""
     args, kwargs = tree_map(_real, (node.args, dict(node.kwargs)))
     return lambda: node.target(*args, **kwargs)  # pyrefly: ignore[not-callable]
@@ -101,26 +98,13 @@ def _measure(node: fx.Node) -> Price:
     device = next((leaf.meta["val"].device for leaf in node.all_input_nodes if isinstance(leaf.meta.get("val"), torch.Tensor)), None)
     with no_modes():
         try:
-            call = call_of(node)
+            call = _call_of(node)
             call()
         except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # It does not run on made-up numbers (a solver on a singular matrix): it has no price, and is said to have none.
             return _UNKNOWN
-        seconds = _seconds(call, synchronizer(device or torch.device("cpu")))
+        seconds = least_seconds(call, _REPEATS, synchronizer(device or torch.device("cpu")), enough=_LONG_SECONDS)
         return Price(seconds, _scratch_bytes(call, meter_for(device) if device is not None else CpuMeter()))
-
-
-def _seconds(call: Callable[[], Any], wait: Callable[[], None]) -> float:
-    best = float("inf")
-    for _ in range(_REPEATS):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        best = min(best, time.perf_counter() - start)
-        if best > _LONG_SECONDS:
-            break
-    return best
 
 
 def _scratch_bytes(call: Callable[[], Any], meter: Meter) -> int:

@@ -103,7 +103,7 @@ def record_compiled(step: Callable[[], object], model: torch.nn.Module, *, name:
         raise CaptureError(
             "no compiled graph of the step has a backward pass: there is nothing to plan. Is the model compiled, and in training mode?"
         )
-    whole = combined(calls, standing_bytes=standing_bytes, name=name).graph
+    whole = combined(calls, standing_bytes=standing_bytes, name=name)
     whole = msgspec.structs.replace(
         whole,
         device=str(device),

@@ -16,7 +16,7 @@ import msgspec
 from recoup.graph import Op, Ref, Save, StepGraph, Storage
 from recoup.torch.compiled.joint import Joint
 
-__all__ = ["Call", "Step", "combined", "site_in"]
+__all__ = ["Call", "combined", "site_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,6 @@ class Call:
     held: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The combined graph, and for each call the storage of the step that each of its own storages became."""
-
-    graph: StepGraph
-    storages: tuple[tuple[int, ...], ...]
-
-    def choice_of(self, call: int, recompute: frozenset[int]) -> frozenset[int]:
-        """What a choice for the step drops of one call's own storages."""
-        return frozenset(v for v, whole in enumerate(self.storages[call]) if whole in recompute)
-
-
 def site_in(site: str, prefix: str = "", turn: int = 0) -> str:
     """A site of one graph as a site of the step: below the module that owns the graph, its number as that of a call."""
     if not site:
@@ -62,7 +50,7 @@ def site_in(site: str, prefix: str = "", turn: int = 0) -> str:
     return f"{whole}{'@' + str(turn) if turn else ''}{slash}{rest}"
 
 
-def combined(calls: Sequence[Call], *, standing_bytes: int = 0, beside_bytes: int = 0, name: str = "compiled") -> Step:
+def combined(calls: Sequence[Call], *, standing_bytes: int = 0, beside_bytes: int = 0, name: str = "compiled") -> StepGraph:
     """The step that makes these calls in this order and then runs their backward passes.
 
     Args:
@@ -71,7 +59,7 @@ def combined(calls: Sequence[Call], *, standing_bytes: int = 0, beside_bytes: in
         beside_bytes: what stands beside these all the while.
         name: what reports call the step.
     """
-    return _Combining(calls, standing_bytes, beside_bytes).step(name)
+    return _Combining(calls, standing_bytes, beside_bytes).graph(name)
 
 
 @dataclass(slots=True)
@@ -135,7 +123,7 @@ class _Combining:
         forward, backward = self.starts[call]
         return forward + op if op < self.outside[call] else backward + op - self.outside[call]
 
-    def step(self, name: str) -> Step:
+    def graph(self, name: str) -> StepGraph:
         for number, call in enumerate(self.calls):
             self._storages(number, call)
         self._hand_back()
@@ -147,7 +135,7 @@ class _Combining:
         storages = [self._storage(v, life) for v, life in enumerate(self.lives)]
         storages += self._rest(storages)
         saves, order = self._saves(storages)
-        graph = StepGraph(
+        return StepGraph(
             ops=tuple(self.ops),
             storages=tuple(storages),
             saves=saves,
@@ -157,7 +145,6 @@ class _Combining:
             frontend="torch-compile",
             step_seconds=sum(op.seconds for op in self.ops),
         )
-        return Step(graph, tuple(tuple(ids) for ids in self.ids))
 
     def _storages(self, number: int, call: Call) -> None:
         ids: list[int] = []
@@ -177,7 +164,6 @@ class _Combining:
             self.by_memory |= {
                 memory: ids[v] for v, memory in zip(call.joint.results, call.outputs, strict=True) if memory and v is not None
             }
-
         if len(call.joint.results) == len(call.held):
             self.let_go |= {ids[v] for v, kept in zip(call.joint.results, call.held, strict=True) if v is not None and not kept}
 
@@ -202,7 +188,6 @@ class _Combining:
         place_of = {v: number for number, v in enumerate(left)}
         self.lives = [self.lives[v] for v in left]
         self.ids = [[place_of[same.get(v, v)] for v in ids] for ids in self.ids]
-        self.by_memory = {memory: place_of[v] for memory, v in self.by_memory.items()}
         self.let_go = {place_of[v] for v in self.let_go if v in place_of}
 
     def _life(self, number: int, storage: Storage) -> _Life:
