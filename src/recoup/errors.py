@@ -10,6 +10,7 @@ __all__ = [
     "CaptureError",
     "InfeasibleBudget",
     "MissingExtra",
+    "OffloadError",
     "PlanMismatch",
     "RankDisagreement",
     "RecoupError",
@@ -65,6 +66,10 @@ class PlanMismatch(RecoupError, ValueError):
 
 class ReplayMismatch(RecoupError, RuntimeError):
     """A dropped activation cannot be rebuilt as it was; raised in the backward, before any weight moves."""
+
+
+class OffloadError(RecoupError, RuntimeError):
+    """An activation could not be moved out or fetched back; raised before any weight moves, the message names file, bytes and cure."""
 
 
 class VerifyFailure(RecoupError):

@@ -12,12 +12,31 @@ from typing import Literal
 
 import msgspec
 
+from recoup.cost.transfer import OffloadLink, Target
 from recoup.graph.site import expand
 
-__all__ = ["FORMAT", "Action", "Decision", "Plan"]
+__all__ = ["FORMAT", "Action", "Decision", "Plan", "Traffic"]
 
 FORMAT = 1
-Action = Literal["keep", "recompute", "offload"]
+Action = Literal["keep", "recompute", "offload", "tile"]
+
+
+class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How offloaded activations move.
+
+    Attributes:
+        link: the figures that the plan was made with.
+        write_window_bytes: at most so many bytes (or one storage) are on their way out at once; the forward waits for room.
+        read_window_bytes: at most so many bytes (or one storage) are fetched ahead of their use.
+        offloaded_bytes: what waits on the target at once.
+        stall_seconds: simulated seconds that the step waits for the link.
+    """
+
+    link: OffloadLink
+    write_window_bytes: int
+    read_window_bytes: int
+    offloaded_bytes: int = 0
+    stall_seconds: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -25,12 +44,14 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         site: storage site, ranges collapsed: ``layers.[0-11].mlp/gelu``.
-        action: ``keep``, ``recompute``, or ``offload`` to the host.
+        action: ``keep``, ``recompute``, ``offload`` to ``target``, or ``tile``: run the module call in pieces.
         bytes: bytes of all storages that the site names.
         why: the reason, as a person reads it.
         held_from: for ``recompute``, the site that the backward must have asked for before a rebuilt copy is held; until then
             the storage is rebuilt whenever a replay needs it. A range as long as that of ``site`` goes with it layer by
             layer; '' holds every copy from the first one on.
+        target: for ``offload``, where the storage waits.
+        tiles: for ``tile``, in how many pieces the module that ``site`` names runs.
     """
 
     site: str
@@ -38,6 +59,8 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     bytes: int
     why: str = ""
     held_from: str = ""
+    target: Target = "host"
+    tiles: int = 0
 
     @property
     def holds(self) -> dict[str, str]:
@@ -78,6 +101,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         solve_seconds: time the solver took.
         root_calls: how many outermost calls of the model's modules one step makes.
         watch: module calls (``path`` or ``path@call``, ranges collapsed) in which other modules' dropped storages are written in place.
+        traffic: how offloaded storages move; None where nothing is offloaded or the front-end moves them by itself (JAX).
         stretches: for loops that are split (JAX), the turns of a stretch, outermost first, by the loop's module path.
         decisions: what is decided, in the order of the step.
     """
@@ -101,6 +125,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     solve_seconds: float = 0.0
     root_calls: int = 1
     watch: tuple[str, ...] = ()
+    traffic: Traffic | None = None
     stretches: dict[str, tuple[int, ...]] = {}
     decisions: tuple[Decision, ...] = ()
 
@@ -111,8 +136,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @cached_property
     def offload_sites(self) -> frozenset[str]:
-        """Sites of the storages that wait in the host's memory, ranges expanded."""
+        """Sites of the storages that wait in the host's memory or on disk, ranges expanded."""
         return frozenset(site for decision in self.decisions if decision.action == "offload" for site in expand(decision.site))
+
+    @cached_property
+    def tiles_by_module(self) -> dict[str, int]:
+        """For each module that runs in pieces, by path, in how many; ranges expanded."""
+        return {path: decision.tiles for decision in self.decisions if decision.action == "tile" for path in expand(decision.site)}
 
     @cached_property
     def held_from_sites(self) -> dict[str, str]:
@@ -138,4 +168,4 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def drops_nothing(self) -> bool:
         """Whether the planned step is the unplanned one."""
-        return not (self.recompute_sites or self.offload_sites or self.stretches)
+        return not (self.recompute_sites or self.offload_sites or self.tiles_by_module or self.stretches)

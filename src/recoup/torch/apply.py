@@ -291,6 +291,8 @@ def apply(
         PlanMismatch: the plan names modules that the model does not have, or is for another front-end.
         UsageError: an option has an unknown value.
     """
+    if plan.tiles_by_module:
+        raise PlanMismatch(f"the plan runs {min(plan.tiles_by_module)} in tiles, which no executor of PyTorch does")
     if plan.offload_sites:
         raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)}, which no executor of PyTorch does; recompute or keep it instead")
     if is_compiled(model):
