@@ -18,6 +18,7 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         keeps_unsaved: can hold, for a replay, an activation that autograd itself does not save.
         replays_random: can replay operations flagged ``random`` (their generator state is captured).
         rebuilds_again: can let copies of a storage go and rebuild it later again.
+        offload_targets: where storages can be offloaded to, by a plan that says how they move (``Plan.traffic``).
         capture_seconds: added to every forward operation of a module call in which something is captured.
         replay_seconds: added to every replayed operation, beyond the operation's own seconds.
         pack_seconds: added to every save while anything is dropped.
@@ -27,16 +28,21 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     keeps_unsaved: bool
     replays_random: bool
     rebuilds_again: bool = True
+    offload_targets: tuple[str, ...] = ()
     capture_seconds: float = 0.0
     replay_seconds: float = 0.0
     pack_seconds: float = 0.0
 
 
 # Overheads measured by benchmarks/overhead.py (its model of small operations) on a slow cloud core; faster ones pay a third.
-LIVE = Capabilities(name="live", keeps_unsaved=True, replays_random=True, capture_seconds=50e-6, replay_seconds=27e-6, pack_seconds=8e-6)
+LIVE = Capabilities(
+    name="live", keeps_unsaved=True, replays_random=True, offload_targets=("host", "disk"),
+    capture_seconds=50e-6, replay_seconds=27e-6, pack_seconds=8e-6,
+)  # fmt: skip
 STATIC = Capabilities(
-    name="static", keeps_unsaved=False, replays_random=False, capture_seconds=0.0, replay_seconds=25e-6, pack_seconds=7.5e-6
-)
+    name="static", keeps_unsaved=False, replays_random=False, offload_targets=("host", "disk"),
+    capture_seconds=0.0, replay_seconds=25e-6, pack_seconds=7.5e-6,
+)  # fmt: skip
 # JAX: the plan is compiled in, and what is made again is fused, so that an operation adds next to nothing of its own.
 JIT = Capabilities(name="jit", keeps_unsaved=True, replays_random=True, replay_seconds=1e-7)
 

@@ -3,7 +3,12 @@
 No solver's own objective is ever reported, and no plan leaves a solver unsimulated.
 """
 
-from recoup.simulate.judge import ALWAYS, plan_holds, plan_ids, simulate, simulate_plan, violations
+from recoup.simulate.judge import ALWAYS, plan_holds, plan_ids, plan_offload, simulate, simulate_plan, violations
+from recoup.simulate.offload import Offload, offloadable
 from recoup.simulate.result import Moment, Simulation, attribution
+from recoup.simulate.transfers import Transfer, Transfers
 
-__all__ = ["ALWAYS", "Moment", "Simulation", "attribution", "plan_holds", "plan_ids", "simulate", "simulate_plan", "violations"]
+__all__ = [
+    "ALWAYS", "Moment", "Offload", "Simulation", "Transfer", "Transfers", "attribution", "offloadable", "plan_holds", "plan_ids",
+    "plan_offload", "simulate", "simulate_plan", "violations",
+]  # fmt: skip

@@ -8,6 +8,8 @@ Rules:
 3. A kept activation that a replay may read (a *leaf*) lives until the last save is released whose recipe holds it.
 4. The peak is the largest of all recorded operations (alive bytes, copies, scratch) and all replayed operations
    (alive across the gap, copies, fresh outputs, scratch).
+5. An offloaded storage is dropped and comes back by a fetch (``recoup.simulate.offload``); its original also lives until it has
+   left for certain, and a copy from when it is fetched.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from recoup.plan import LIVE, Capabilities, Plan
 from recoup.plan.capabilities import capabilities
 from recoup.simulate.backward import NEVER, Replayed, run_backward
 from recoup.simulate.index import Replays, replays
-from recoup.simulate.result import GENERATORS, SCRATCH, Moment, Simulation, State
+from recoup.simulate.offload import Offload, forced_out, offload_violations, with_fetches
+from recoup.simulate.result import GENERATORS, SCRATCH, STAGING, Moment, Simulation, State
+from recoup.simulate.transfers import Transfers, transfers_of
 
 GENERATOR_STATE_BYTES = 5056
 """What PyTorch's CPU generator hands out as its state; those of other devices are smaller."""
@@ -32,11 +36,15 @@ GENERATOR_STATE_BYTES = 5056
 ALWAYS: Mapping[int, int] = MappingProxyType({})
 """No storage waits: every copy that a replay makes is held while it may be asked for."""
 
-__all__ = ["ALWAYS", "Run", "alive_bytes", "plan_holds", "plan_ids", "run", "simulate", "simulate_plan", "violations"]
+__all__ = ["ALWAYS", "Run", "alive_bytes", "plan_holds", "plan_ids", "plan_offload", "run", "simulate", "simulate_plan", "violations"]
 
 
 def simulate(
-    graph: StepGraph, recompute: frozenset[int] = frozenset(), executor: Capabilities = LIVE, held_from: Mapping[int, int] = ALWAYS
+    graph: StepGraph,
+    recompute: frozenset[int] = frozenset(),
+    executor: Capabilities = LIVE,
+    held_from: Mapping[int, int] = ALWAYS,
+    offload: Offload | None = None,
 ) -> Simulation:
     """The step with the storages ``recompute`` dropped and rebuilt in the backward; bytes and seconds.
 
@@ -46,14 +54,17 @@ def simulate(
         executor: what runs it.
         held_from: for a dropped storage the one that the backward must have asked for before copies of it are held; until
             then they are rebuilt whenever they are needed. Storages not named are held whenever a replay makes them.
+        offload: what waits on the host or on disk, and how it moves.
 
     Raises:
         PlanMismatch: the executor cannot run it; the message is the first of :func:`violations`.
     """
     found = violations(graph, recompute, executor, held_from)
+    if offload is not None:
+        found = (*found, *offload_violations(replays(graph), offload, recompute, executor))
     if found:
         raise PlanMismatch(found[0])
-    return run(graph, recompute, held_from).simulation(executor)
+    return run(graph, recompute, held_from, offload).simulation(executor)
 
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
@@ -62,7 +73,7 @@ def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     Raises:
         PlanMismatch: the plan names a site that the graph does not have, or what its executor cannot run.
     """
-    return simulate(graph, plan_ids(graph, plan), capabilities(plan.gear), plan_holds(graph, plan))
+    return simulate(graph, plan_ids(graph, plan), capabilities(plan.gear), plan_holds(graph, plan), plan_offload(graph, plan))
 
 
 def plan_ids(graph: StepGraph, plan: Plan) -> frozenset[int]:
@@ -79,6 +90,23 @@ def plan_ids(graph: StepGraph, plan: Plan) -> frozenset[int]:
             f" ({len(missing)} of {len(plan.recompute_sites)} sites are missing); record the step and solve again"
         )
     return frozenset(by_site[site] for site in plan.recompute_sites)
+
+
+def plan_offload(graph: StepGraph, plan: Plan) -> Offload | None:
+    """What a plan offloads; None where it offloads nothing, or leaves the moving to its front-end (JAX).
+
+    Raises:
+        PlanMismatch: the plan names a site that the graph does not have.
+    """
+    traffic = plan.traffic
+    if traffic is None or not plan.offload_sites:
+        return None
+    by_site = _by_site(graph)
+    missing = sorted(site for site in plan.offload_sites if site not in by_site)
+    if missing:
+        raise PlanMismatch(f"the plan offloads {missing[0]}, which the step {graph.name!r} does not have; record the step and solve again")
+    storages = frozenset(by_site[site] for site in plan.offload_sites)
+    return Offload(storages, traffic.link, traffic.write_window_bytes, traffic.read_window_bytes)
 
 
 def plan_holds(graph: StepGraph, plan: Plan) -> dict[int, int]:
@@ -154,21 +182,40 @@ def _refusals(index: Replays, v: int, recompute: frozenset[int], executor: Capab
     return found
 
 
-def run(graph: StepGraph, recompute: frozenset[int], held_from: Mapping[int, int] = ALWAYS) -> Run:
+def run(graph: StepGraph, recompute: frozenset[int], held_from: Mapping[int, int] = ALWAYS, offload: Offload | None = None) -> Run:
     """The simulated lives, without checking that an executor can run them (solvers check beforehand)."""
-    return Run(replays(graph), recompute, held_from)
+    return Run(replays(graph), recompute, held_from, offload)
 
 
 class Run:
     """The lives of all storages and copies under one choice."""
 
-    def __init__(self, index: Replays, recompute: frozenset[int], held_from: Mapping[int, int] = ALWAYS) -> None:
-        self.index = index
+    def __init__(
+        self, index: Replays, recompute: frozenset[int], held_from: Mapping[int, int] = ALWAYS, offload: Offload | None = None
+    ) -> None:
         self.recompute = recompute
         self.held_from = held_from
-        self.ends = _ends(index, recompute)
-        self.replayed: Replayed = run_backward(index, recompute, held_from)
+        self.offload = offload
+        self.offloaded = offload.storages if offload is not None else frozenset()
+        self.dropped = recompute | self.offloaded
+        self.index = with_fetches(index, self.offloaded)
+        self.ends = _ends(self.index, self.dropped)
+        self.replayed: Replayed = run_backward(self.index, self.dropped, held_from)
+        self.transfers: Transfers | None = None
+        if offload is not None:
+            self._stay_until_left(offload)
+            self.transfers = transfers_of(index, offload, self.replayed, 0.0)
         self.bytes_at, self.moments = self._timeline()
+
+    def _stay_until_left(self, offload: Offload) -> None:
+        """Originals of offloaded storages live until they have left for certain, or are asked for."""
+        forced = forced_out(self.index, offload)
+        asked: dict[int, int] = {}
+        for op, gap in zip(self.replayed.ops, self.replayed.gaps, strict=True):
+            if op < 0:
+                asked.setdefault(op + len(self.index.bytes), gap)
+        for v in offload.storages:
+            self.ends[v] = max(int(self.ends[v]), forced.get(v, asked.get(v, int(self.index.dies[v]))))
 
     def _timeline(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         index, count = self.index, self.index.count
@@ -180,15 +227,32 @@ class Run:
                 copies[copy.gap] += index.bytes[copy.storage]
                 copies[end] -= index.bytes[copy.storage]
         states = self._generator_states()
-        at = during + np.cumsum(copies)[:count] + index.scratch + states
+        ahead, ahead_at = self._ahead()
+        staging = self.offload.link.staging_bytes if self.offload is not None and self.offloaded else 0
+        at = during + np.cumsum(copies)[:count] + index.scratch[:count] + states + ahead + staging
         moments = np.full(count, -1, dtype=np.int64)
         for number, (gap, live) in enumerate(zip(self.replayed.gaps, self.replayed.live, strict=True)):
             # A backward may unpack after the last operation; its replays count with that operation.
             place = min(gap, count - 1)
-            total = int(across[gap]) + live + int(states[place])
+            total = int(across[gap]) + live + int(states[place]) + int(ahead_at[self.replayed.events[number]]) + staging
             if total > at[place]:
                 at[place], moments[place] = total, number
         return at, moments
+
+    def _ahead(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes fetched and not asked for yet: at each operation, and while each unpack event is served."""
+        index = self.index
+        at = np.zeros(index.count + 1, dtype=np.int64)
+        during = np.zeros(len(index.events) + 2, dtype=np.int64)
+        for ahead in self.transfers.ahead if self.transfers is not None else ():
+            count = index.bytes[ahead.storage]
+            start = index.events[ahead.issued].gap
+            end = index.events[ahead.asked].gap if ahead.asked < len(index.events) else index.count
+            at[min(start, index.count)] += count
+            at[min(end, index.count)] -= count
+            during[ahead.issued + 1] += count
+            during[ahead.asked] -= count
+        return np.cumsum(at)[: index.count], np.cumsum(during)
 
     def _generator_states(self) -> NDArray[np.int64]:
         """Bytes of captured generator states at each operation: from the draw to the end, which is no less than the truth."""
@@ -224,9 +288,13 @@ class Run:
         """Time of the step: its own, the replays' and the executor's overheads."""
         index = self.index
         ops = index.graph.ops
-        total = index.base_seconds + sum(ops[op].seconds + executor.replay_seconds for op in self.replayed.ops)
-        if self.recompute:
+        total = index.base_seconds + executor.replay_seconds * len(self.replayed.ops)
+        total += sum(ops[op].seconds for op in self.replayed.ops if op >= 0)
+        if self.transfers is not None:
+            total += self.transfers.stall_seconds + self.transfers.drag_seconds
+        if self.dropped:
             frames = {index.frame_of[op] for op in index.closure_ops(self.recompute)}
+            frames |= {index.frame_of[producer] for v in self.offloaded if (producer := index.graph.storages[v].producer) is not None}
             total += executor.capture_seconds * sum(index.frame_ops.get(frame, 0) for frame in frames)
             total += executor.pack_seconds * len(index.graph.saves)
         return total
@@ -236,33 +304,60 @@ class Run:
         graph = self.index.graph
         peak_at = int(self.bytes_at.argmax()) if len(self.bytes_at) else 0
         moment = self.moment(peak_at) if len(self.bytes_at) else Moment(0, None, -1)
-        made = sum(self.index.bytes[v] for op in self.replayed.ops for v in self.index.produced[op] if v in self.recompute)
+        made = sum(self.index.bytes[v] for op in self.replayed.ops if op >= 0 for v in self.index.produced[op] if v in self.recompute)
         return Simulation(
             peak_bytes=int(self.bytes_at[peak_at]) if len(self.bytes_at) else graph.resident_bytes,
             peak_op=moment.op,
-            peak_site=graph.ops[moment.op].site if moment.op >= 0 else "",
+            peak_site=self._site(moment),
             peak_in_replay=moment.replay is not None,
             peak_moment=moment,
             step_seconds=self.seconds(executor),
-            replayed_ops=len(self.replayed.ops),
+            replayed_ops=sum(op >= 0 for op in self.replayed.ops),
             recomputed_bytes=made,
             bytes_at=self.bytes_at,
             live_at_peak=self._described(moment),
             moments=self.moments,
+            offloaded_bytes=sum(self.index.bytes[v] for v in self.offloaded),
+            transfers=self.transfers,
         )
+
+    def _site(self, moment: Moment) -> str:
+        graph = self.index.graph
+        if moment.op < 0 and moment.replay is not None:
+            return graph.storages[moment.op + len(graph.storages)].site
+        return graph.ops[moment.op].site if moment.op >= 0 else ""
 
     def _described(self, moment: Moment) -> tuple[tuple[int, int, State], ...]:
         index, graph = self.index, self.index.graph
         recorded, copies = self.live(moment)
         found: list[tuple[int, int, State]] = [(v, index.bytes[v], self._state(v, moment.at)) for v in recorded]
-        found.extend((v, index.bytes[v], "recomputed") for v in copies)
+        found.extend((v, index.bytes[v], "fetched" if v in self.offloaded else "recomputed") for v in copies)
         scratch = graph.ops[moment.op].scratch_bytes if moment.op >= 0 else 0
         if scratch:
             found.append((SCRATCH, scratch, "scratch"))
         states = int(self._generator_states()[moment.at]) if self.index.count else 0
         if states:
             found.append((GENERATORS, states, "kept for replay"))
+        if self.offload is not None and self.offloaded:
+            found.extend(self._moving(moment))
         return tuple(found)
+
+    def _moving(self, moment: Moment) -> list[tuple[int, int, State]]:
+        """What was fetched ahead, and the transfers' own buffers."""
+        assert self.offload is not None
+        assert self.transfers is not None
+        index, found = self.index, []
+        for ahead in self.transfers.ahead:
+            if moment.replay is not None:
+                here = ahead.issued < self.replayed.events[moment.replay] < ahead.asked
+            else:
+                end = index.events[ahead.asked].gap if ahead.asked < len(index.events) else index.count
+                here = index.events[ahead.issued].gap <= moment.at < end
+            if here:
+                found.append((ahead.storage, index.bytes[ahead.storage], "fetched"))
+        if self.offload.link.staging_bytes:
+            found.append((STAGING, self.offload.link.staging_bytes, "scratch"))
+        return found
 
     def _state(self, v: int, at: int) -> State:
         storage = self.index.graph.storages[v]

@@ -9,15 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recoup.graph import StepGraph
+from recoup.simulate.transfers import Transfers
 
-__all__ = ["GENERATORS", "SCRATCH", "Moment", "Simulation", "State", "attribution"]
+__all__ = ["GENERATORS", "SCRATCH", "STAGING", "Moment", "Simulation", "State", "attribution"]
 
-State = Literal["resident", "activation", "kept for replay", "recomputed", "gradient or temporary", "scratch"]
+State = Literal["resident", "activation", "kept for replay", "recomputed", "fetched", "gradient or temporary", "scratch"]
 
 SCRATCH = -1
 """The storage id that stands for an operation's scratch in ``live_at_peak``."""
 GENERATORS = -2
 """The storage id that stands for captured generator states in ``live_at_peak``."""
+STAGING = -3
+"""The storage id that stands for the buffers of transfers in ``live_at_peak``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Simulation:
         bytes_at: for each recorded operation the most bytes alive during it and during the replays just before it.
         live_at_peak: what stands at the peak: (storage id, bytes, state); scratch has the id -1. Sums to ``peak_bytes``.
         moments: for each recorded operation the replay at which ``bytes_at`` stands, -1 for the operation itself.
+        offloaded_bytes: what waits on the host or on disk.
+        transfers: what moved over the link and when; None where nothing is offloaded.
     """
 
     peak_bytes: int
@@ -64,6 +69,8 @@ class Simulation:
     bytes_at: NDArray[np.int64] = field(repr=False)
     live_at_peak: tuple[tuple[int, int, State], ...] = field(repr=False)
     moments: NDArray[np.int64] = field(repr=False)
+    offloaded_bytes: int = 0
+    transfers: Transfers | None = field(default=None, repr=False)
 
 
 def attribution(graph: StepGraph, simulation: Simulation, depth: int = 2) -> list[tuple[str, int]]:
@@ -81,6 +88,8 @@ def attribution(graph: StepGraph, simulation: Simulation, depth: int = 2) -> lis
 def _place(graph: StepGraph, number: int, state: State, depth: int) -> str:
     if number == GENERATORS:
         return "generator states"
+    if number == STAGING:
+        return "buffers of transfers"
     if number == SCRATCH or state == "gradient or temporary":
         return state
     storage = graph.storages[number]
