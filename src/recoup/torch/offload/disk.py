@@ -1,0 +1,129 @@
+"""Activations on disk: one nameless file, written and read by a few threads through page-aligned buffers past the page cache.
+
+Weighed for the asynchronous part: KvikIO (GPUDirect Storage) and DeepSpeed's DeepNVMe are made for NVIDIA devices, KvikIO's wheels bring a
+CUDA stack along and DeepNVMe is compiled at its first use against libaio; caio and aiofile bind Linux AIO for asyncio, copy through bytes
+objects, and know nothing of aligned buffers; the liburing binding is young and asks for kernels and containers that permit io_uring.
+Threads of the standard library need none of that: ``pwritev``, ``preadv`` and ``memmove`` run without the interpreter's lock, two threads
+a direction come close to what the disk gives, and any filesystem will do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from recoup.cost import Target
+from recoup.torch.offload.extents import BLOCK, Lease, blocks_of
+from recoup.torch.offload.memory import buffers_for, fresh_bytes, memory_of
+from recoup.torch.offload.requests import Requests, SystemRequests
+from recoup.torch.offload.spool import ReadJob, Spool, WriteJob
+from recoup.torch.offload.store import Fetch, Ticket
+from recoup.torch.offload.tickets import Arrival, StoredTicket, Transfer
+from recoup.torch.offload.workers import Lane, Refused
+
+__all__ = ["DiskStore"]
+
+
+class DiskStore:
+    """A store in a directory of the user's choice; see :class:`recoup.torch.offload.store.Store`.
+
+    Storages take whole blocks of 4096 bytes. With two threads for each direction and buffers of 1 MiB the transfers take 4 MiB themselves.
+
+    Args:
+        directory: where the file lies; it must be on a disk.
+        device: whose tensors are moved.
+        limit_bytes: the most that the file may take; None for all that is free.
+        workers: threads for each direction.
+        chunk_bytes: size of each thread's buffer, a multiple of 4096.
+        allow_memory_filesystem: whether a directory in memory (tmpfs) is taken too.
+        requests: how the file is read and written.
+
+    Attributes:
+        directory: as given.
+        direct: whether the file is read and written past the page cache; if not, the filesystem cannot do that.
+        staging_bytes: bytes of all buffers.
+
+    Raises:
+        OffloadError: the directory cannot be used; the message says what to do.
+    """
+
+    target: Target = "disk"
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        limit_bytes: int | None = None,
+        workers: int = 2,
+        chunk_bytes: int = 2**20,
+        allow_memory_filesystem: bool = False,
+        requests: Requests | None = None,
+    ) -> None:
+        assert workers > 0
+        assert chunk_bytes > 0
+        assert chunk_bytes % BLOCK == 0
+        self.directory = Path(directory)
+        self.staging_bytes = 2 * workers * chunk_bytes
+        self._device = torch.device(device)
+        self._chunk_bytes = chunk_bytes
+        self._spool = Spool(self.directory, limit_bytes, requests or SystemRequests(), allow_memory_filesystem=allow_memory_filesystem)
+        self.direct = self._spool.file.direct
+        self._writes = Lane("offload-write", buffers_for(self._device, workers, chunk_bytes))
+        self._reads = Lane("offload-read", buffers_for(self._device, workers, chunk_bytes))
+        on_cuda = self._device.type == "cuda"
+        self._out_stream = torch.cuda.Stream(self._device) if on_cuda else None
+        self._back_stream = torch.cuda.Stream(self._device) if on_cuda else None
+        self._finalizer = weakref.finalize(self, _retire, self._writes, self._reads)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that tickets and running transfers hold, in whole blocks."""
+        return self._spool.space.used_bytes
+
+    def reserve(self, count: int) -> None:
+        """Takes disk space so that the file can hold ``count`` bytes in all.
+
+        Raises:
+            OffloadError: the limit or the disk is too small for that, with bytes needed and free.
+        """
+        self._spool.reserve(blocks_of(count) * BLOCK)
+
+    def put(self, tensor: Tensor) -> Ticket:
+        """Starts to write; see :class:`recoup.torch.offload.store.Store`."""
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if storage.device.type != self._device.type:
+            return self._refused(nbytes, f"the tensor is on {storage.device}, the store moves those on {self._device}")
+        lease = None if self._spool.foreign else self._spool.space.lease(nbytes)
+        if lease is None:
+            return self._refused(nbytes, self._spool.why_none(nbytes))
+        job = WriteJob(self._spool, lease, memory_of(storage, self._out_stream), nbytes, self._chunk_bytes)
+        del storage
+        self._writes.submit(job)
+        return StoredTicket(nbytes, job, lease, self._fetch)
+
+    def close(self) -> None:
+        """Ends transfers after the chunk at hand and gives the disk space back; see :class:`recoup.torch.offload.store.Store`."""
+        self._finalizer()
+        self._writes.join()
+        self._reads.join()
+        self._spool.file.close()
+
+    def _refused(self, nbytes: int, failure: str) -> Ticket:
+        return StoredTicket(nbytes, Refused(failure), None, self._fetch)
+
+    def _fetch(self, nbytes: int, lease: Lease, written: Transfer) -> Fetch:
+        tensor = fresh_bytes(nbytes, self._device)
+        job = ReadJob(self._spool, lease, memory_of(tensor.untyped_storage(), self._back_stream), nbytes, self._chunk_bytes, written)
+        self._reads.submit(job)
+        cure = "The backward cannot go on; no weight was touched. Check the disk, or give another directory"
+        return Arrival(tensor, job, what=str(self.directory), cure=cure)
+
+
+def _retire(*lanes: Lane) -> None:
+    for lane in lanes:
+        lane.stop()
