@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from recoup.plan.plan import Plan
 from recoup.torch.apply import refuse_planned
 from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.meter import device_of, measure_peak, meter_for
+from recoup.torch.offload.store import Store
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.state import Snapshot, find_state, generator_states, own_attributes, same_bits
 from recoup.torch.timing import alternate, synchronizer
@@ -98,6 +100,7 @@ def verify(
     steps: int = 1,
     measure: bool = True,
     gear: str | None = None,
+    offload_to: str | Path | Store | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Runs ``steps`` unplanned and planned steps from the same state and compares all that they leave behind.
@@ -106,7 +109,7 @@ def verify(
     buffers, plain attributes of modules, optimizer state, generator states. With ``measure``, also the peak against
     the budget, the bytes left allocated from step to step, and the time. The state is put back at the end, whatever
     happens. Beside the snapshot it holds a copy of parameters, gradients, buffers and optimizer state for each step
-    compared.
+    compared. ``offload_to`` is that of ``apply``.
 
     Raises:
         UsageError: ``steps`` is less than one, or a plan is applied to the model already.
@@ -120,7 +123,7 @@ def verify(
     with ExitStack() as stack:
         # The stock partitioner recomputes too; what a compiled step is compared with is the one that keeps all.
         turn = stack.enter_context(_side_by_side(model, plan)) if is_compiled(model) else None
-        bench = _Bench(model, step, plan, gear, stack.enter_context(Snapshot.take(model, step)), turn)
+        bench = _Bench(model, step, plan, gear, offload_to, stack.enter_context(Snapshot.take(model, step)), turn)
         tell(0, total, "running unplanned steps")
         reference = bench.outcomes(steps, planned=False)
         tell(1, total, "running planned steps")
@@ -160,6 +163,7 @@ class _Bench:
     step: Step
     plan: Plan
     gear: str | None
+    offload_to: str | Path | Store | None
     snapshot: Snapshot
     turn: Callable[[bool], AbstractContextManager[object]] | None = None
 
@@ -170,7 +174,7 @@ class _Bench:
             return self.turn(planned)
         if not planned:
             return nullcontext()
-        applied = recoup.torch.apply(self.model, self.plan, gear=self.gear)
+        applied = recoup.torch.apply(self.model, self.plan, gear=self.gear, offload_to=self.offload_to)
         try:
             if (self.gear or self.plan.gear) == "static" and not self.plan.drops_nothing:
                 for _ in range(WARM_UP_CALLS):
@@ -192,9 +196,10 @@ class _Bench:
         return found
 
     def peak(self, *, planned: bool) -> int:
-        """Measured peak bytes."""
-        with self._setting(planned):
-            return measure_peak(self.step, self.model)
+        """Measured peak bytes; the buffers of transfers, which no allocator of the framework sees, are counted too."""
+        with self._setting(planned) as applied:
+            staging_bytes = applied.staging_bytes if isinstance(applied, recoup.torch.Applied) else 0
+            return measure_peak(self.step, self.model) + staging_bytes
 
     def residue(self, *, planned: bool) -> int:
         """Bytes that two further steps leave allocated, once one has run."""

@@ -7,7 +7,7 @@ Rules, the same for the simulator and the executors:
 2. It comes back by a *fetch*, an operation that reads nothing and makes the storage. A fetch is issued when it is asked for, or ahead of
    that: after every unpacking, in the reverse order of the puts, as long as ``read_window_bytes`` (or one storage) have been fetched
    and not asked for yet.
-3. What has not left yet when it is asked for is taken from memory.
+3. What has not left yet when it is asked for is taken from memory, once its write has ended.
 
 A fetch has the number ``v - len(storages)``: below all operations, so that fetches come first in a rebuild.
 """

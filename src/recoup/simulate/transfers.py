@@ -169,7 +169,7 @@ class _Clock:
         """Put a fetch into the link's queue; when it ends."""
         now = self.now(gap)
         if v not in self.forced and self.written[v] > now:
-            return now
+            return self.written[v]
         start = max(now, self.read_free, self.written[v], self.write_free if self.link.shared else 0.0)
         self.read_free = start + self.link.read_seconds(self.index.bytes[v])
         self._moved(v, "read", start, self.read_free)

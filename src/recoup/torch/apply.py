@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -17,6 +18,10 @@ from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.interception import Interception
 from recoup.torch.live import LiveSession, outer_recomputes
 from recoup.torch.naming import tensor_names
+from recoup.torch.offload.inbox import Inbox
+from recoup.torch.offload.opening import open_outbox
+from recoup.torch.offload.outbox import Outbox, Tally
+from recoup.torch.offload.store import Store
 from recoup.torch.planned import PlannedPolicy, SiteTable
 from recoup.torch.private import below_backward, is_faking
 from recoup.torch.promotion import CallState, Promotion
@@ -61,7 +66,13 @@ class Applied:
     """
 
     def __init__(
-        self, model: torch.nn.Module, plan: Plan, gear: str | None = None, new_shape: NewShape = "reuse", audit_every: int = 100
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        gear: str | None = None,
+        new_shape: NewShape = "reuse",
+        audit_every: int = 100,
+        offload_to: str | Path | Store | None = None,
     ) -> None:
         if new_shape not in ("reuse", "keep", "raise"):
             raise UsageError(f"new_shape is 'reuse', 'keep' or 'raise', not {new_shape!r}")
@@ -82,12 +93,32 @@ class Applied:
         self._promotion = Promotion(model, audit_every) if self.gear == "static" else None
         self._interception: Interception | None = None
         refuse_planned(model)
+        self._offload_to = offload_to
+        self._outbox: Outbox | None = None
+        self._tally = Tally()
+        self._open_outbox(plan)
         self._install(plan)
 
     def _install(self, plan: Plan) -> None:
         if self._interception is None and not plan.drops_nothing:
             self._interception = Interception(self.model, self._around)
             _planned[self.model] = True
+
+    def _open_outbox(self, plan: Plan) -> None:
+        if self._outbox is None:
+            device = next((tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())), torch.device("cpu"))
+            self._outbox = open_outbox(plan, device, self._offload_to, self._tally)
+
+    def _inbox(self, plan: Plan) -> Inbox | None:
+        traffic = plan.traffic
+        if self._outbox is None or traffic is None or not plan.offload_sites:
+            return None
+        return Inbox(self._outbox, traffic.read_window_bytes, plan.offload_sites)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that offloading takes besides the step's own, as long as the plan is applied."""
+        return 0 if self._outbox is None else self._outbox.store.staging_bytes
 
     # -- plans
 
@@ -103,12 +134,13 @@ class Applied:
             )
         self._tables[plan.signature] = SiteTable(plan, self.model)
         self._plans[plan.signature] = plan
+        self._open_outbox(plan)
         self._install(plan)
 
     def report(self) -> Report:
         """What has been done so far."""
         with self._lock:
-            count = self._counts
+            count, moved = self._counts, self._tally
             return Report(
                 gear=self.gear,
                 live_calls=count["live"],
@@ -118,7 +150,10 @@ class Applied:
                 copied_bytes=count["copied_bytes"],
                 sites_expected=count["expected"],
                 sites_met=count["met"],
-                kept=dict(self._kept),
+                offloaded_bytes=moved.put_bytes,
+                fetched_bytes=moved.fetched_bytes,
+                waited_seconds=moved.waited_seconds,
+                kept={**self._kept, **moved.stayed},
                 unplanned_shapes=tuple(self._shapes),
                 static_refusals=self._promotion.refusals() if self._promotion else {},
             )
@@ -129,11 +164,15 @@ class Applied:
             self._interception.remove()
             self._interception = None
             _planned.pop(self.model, None)
+            # Calls whose backward is still to come hold the store as long as they need it.
+            self._outbox = None
 
     def __enter__(self) -> Self:
         """Apply the plan again if it was removed; what the static gear has learnt stays."""
         if self._interception is None:
             refuse_planned(self.model)
+            for plan in self._plans.values():
+                self._open_outbox(plan)
             self._install(self.plan)
         return self
 
@@ -175,7 +214,7 @@ class Applied:
                 thread.busy = False
         key = (path, number, signature)
         if self._promotion is not None:
-            static = self._promotion.start(key, args, kwargs)
+            static = self._promotion.start(key, args, kwargs, lambda: self._inbox(table.plan))
             if static is not None:
                 return self._run_static(thread, static, inner, args, kwargs)
         return self._run_live(thread, table, key, path, inner, args, kwargs)
@@ -216,7 +255,7 @@ class Applied:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        call = _LiveCall(table, thread.calls, self._names)
+        call = _LiveCall(table, thread.calls, self._names, self._inbox(table.plan))
         before: CallState | None = None
         if self._promotion is not None:
             call.session.packs = []
@@ -250,9 +289,9 @@ class Applied:
 class _LiveCall:
     """One outermost call in the live gear: follows the module calls and switches capturing on where the plan wants it."""
 
-    def __init__(self, sites: SiteTable, calls: Counter[str], names: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, sites: SiteTable, calls: Counter[str], names: Callable[[], dict[int, str]], inbox: Inbox | None = None) -> None:
         self.policy = PlannedPolicy(sites, calls, names)
-        self.session = LiveSession(self.policy, held_from=sites.held_from)
+        self.session = LiveSession(self.policy, held_from=sites.held_from, inbox=inbox)
         self.capturing = False
 
     def around(self, path: str, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -275,7 +314,13 @@ class _LiveCall:
 
 
 def apply(
-    model: torch.nn.Module, plan: Plan, gear: str | None = None, *, new_shape: NewShape = "reuse", audit_every: int = 100
+    model: torch.nn.Module,
+    plan: Plan,
+    gear: str | None = None,
+    *,
+    new_shape: NewShape = "reuse",
+    audit_every: int = 100,
+    offload_to: str | Path | Store | None = None,
 ) -> Applied | AppliedCompiled:
     """Make the model run the plan from its next call on. A compiled model is compiled anew, split as the plan says.
 
@@ -286,20 +331,25 @@ def apply(
         new_shape: what to do with inputs of shapes that no plan was made for: ``reuse`` the plan's decisions (gradients
             are right, memory may differ; the report counts it), ``keep`` everything, or ``raise``.
         audit_every: in the static gear, every so many calls one runs in the live gear and the two are compared.
+        offload_to: where offloaded activations wait: a directory for a plan that offloads to disk, or a store of your own
+            (``recoup.torch.offload``); None for the directory that the plan's link was measured in.
 
     Raises:
         PlanMismatch: the plan names modules that the model does not have, or is for another front-end.
+        OffloadError: the plan offloads, and the place cannot be used or has too little space.
         UsageError: an option has an unknown value.
     """
     if plan.tiles_by_module:
         raise PlanMismatch(f"the plan runs {min(plan.tiles_by_module)} in tiles, which no executor of PyTorch does")
-    if plan.offload_sites:
-        raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)}, which no executor of PyTorch does; recompute or keep it instead")
+    if plan.offload_sites and plan.traffic is None:
+        raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)} and does not say how it moves (traffic); solve it for PyTorch")
     if is_compiled(model):
+        if plan.offload_sites:
+            raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)}, which compiled models do not; recompute or keep it instead")
         return _applied_to_compiled(model, plan)
     if plan.frontend != "torch-eager":
         raise PlanMismatch(f"the plan is for {plan.frontend!r}; this model runs in PyTorch eager")
-    return Applied(model, plan, gear, new_shape, audit_every)
+    return Applied(model, plan, gear, new_shape, audit_every, offload_to)
 
 
 def _applied_to_compiled(model: torch.nn.Module, plan: Plan) -> AppliedCompiled:

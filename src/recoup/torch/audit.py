@@ -65,6 +65,9 @@ class _AuditPolicy:
         self.frame.count(traits)
         return True
 
+    def rebuilds(self) -> bool:
+        return True
+
     def site(self, traits: Traits) -> str:
         return self.frame.site(traits)
 

@@ -109,6 +109,9 @@ class _Everything:
         self.counts[traits.name] += 1
         return True
 
+    def rebuilds(self) -> bool:
+        return True
+
     def site(self, traits: Traits) -> str:
         return site_of(self.region, 0, traits.name, self.counts[traits.name] - 1)
 

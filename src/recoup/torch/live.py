@@ -7,7 +7,7 @@ are captured as they come; what a policy does not ask for, and what cannot be re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from recoup.torch.capture import Argument, Captured, Handle, Milestone, Version, capture_generator, generator_lock
 from recoup.torch.holding import Held, Leaf
 from recoup.torch.naming import Namer
+from recoup.torch.offload.inbox import Inbox, Noted
+from recoup.torch.offload.outbox import Moved, fetch
 from recoup.torch.private import below_modes, outer_saved_tensor_hooks
 from recoup.torch.rebuild import Rebuilder, draw
 from recoup.torch.traits import Traits, is_random, traits_of, updated_statistics, written_tensors
@@ -26,6 +28,8 @@ __all__ = ["LiveSession", "Policy", "Uncapturable", "outer_recomputes"]
 
 
 UNFILLED = "memory that no operation the dispatcher sees has filled"
+# Fetches come before all operations of a rebuild, in the order in which what they fetch was made.
+_FETCHES = -(1 << 40)
 
 
 class Uncapturable(Exception):
@@ -37,6 +41,10 @@ class Policy(Protocol):
 
     def wants(self, traits: Traits) -> bool:
         """Whether to capture the operation that is about to run; called once for every counted operation, in order."""
+        ...
+
+    def rebuilds(self) -> bool:
+        """Whether anything of the operation last asked about is to be rebuilt, and not just offloaded."""
         ...
 
     def site(self, traits: Traits) -> str:
@@ -83,13 +91,19 @@ class LiveSession:
     """One forward call under the live gear. Use ``on``/``off`` around the operations to watch; ``close`` when it is over."""
 
     def __init__(
-        self, policy: Policy, observer: Callable[[Captured], None] | None = None, held_from: Mapping[str, str] | None = None
+        self,
+        policy: Policy,
+        observer: Callable[[Captured], None] | None = None,
+        held_from: Mapping[str, str] | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         self.policy = policy
+        # The traffic of what the plan offloads; None where it offloads nothing.
+        self.inbox = inbox
         # By site, the site that the backward must have asked for before a rebuilt value is held.
         self.held_from = held_from or {}
         self.milestones = {trigger: Milestone() for trigger in self.held_from.values()}
-        self.rebuilder = Rebuilder(observer)
+        self.rebuilder = Rebuilder(observer, None if inbox is None else inbox.fetch_ahead)
         self.outer = outer_saved_tensor_hooks()
         self.entries: dict[int, _Entry] = {}
         self.leaves: dict[int, weakref.ref[Leaf]] = {}
@@ -111,13 +125,28 @@ class LiveSession:
             return self._run_writing(func, traits, args, kwargs, wanted)
         if not wanted:
             return func(*args, **kwargs)
+        if self.inbox is not None and not self.policy.rebuilds():
+            return self._run_uncaptured(func, traits, args, kwargs)
         try:
             op, keys = self._capture(func, traits, args, kwargs)
         except Uncapturable as reason:
             self.policy.kept(self.policy.site(traits), str(reason))
-            return func(*args, **kwargs)
+            return self._run_uncaptured(func, traits, args, kwargs)
         result = self._call(op, func, args, kwargs)
         self._register(op, result, keys)
+        return result
+
+    def _run_uncaptured(self, func: torch._ops.OpOverload, traits: Traits, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run an operation that no replay can run; what the plan offloads of its results moves all the same."""
+        if self.inbox is None:
+            return func(*args, **kwargs)
+        site = self.policy.site(traits)
+        keys = {storage_key(tensor) for tensor in tensors_in((args, kwargs)) if is_plain(tensor)}
+        result = func(*args, **kwargs)
+        for place, tensor in self._fresh(result, keys):
+            name = _output_site(site, place)
+            if name in self.inbox.sites:
+                self._enter(tensor, self._moved(self.inbox, traits, name, tensor))
         return result
 
     def _run_writing(
@@ -135,23 +164,45 @@ class LiveSession:
                 del self.leaves[key]
             entries.append((tensor, self._entry(tensor, key)))
         if not any(entry is not None for _, entry in entries):
-            return func(*args, **kwargs)
+            return self._run_uncaptured(func, traits, args, kwargs) if wanted else func(*args, **kwargs)
         try:
             if not all(entry is not None for _, entry in entries):
                 raise Uncapturable("it writes a tensor that the region did not make")
+            if any(entry is not None and _moved_of(entry.version) for _, entry in entries):
+                raise Uncapturable("it writes what is offloaded")
             op, keys = self._capture(func, traits, args, kwargs, writing={storage_key(tensor) for tensor in written})
         except Uncapturable as reason:
-            for tensor, entry in entries:
-                if entry is not None:
-                    self.policy.kept(entry.version.site, f"{self.policy.site(traits)} writes it in place: {reason}")
-                    self.entries.pop(storage_key(tensor), None)
-            return func(*args, **kwargs)
+            return self._write_uncaptured(func, traits, args, kwargs, entries, str(reason))
         result = self._call(op, func, args, kwargs)
         for tensor, entry in entries:
             if entry is not None:
                 self._write(op, tensor, entry)
         if wanted:
             self._register(op, result, keys)
+        return result
+
+    def _write_uncaptured(
+        self,
+        func: torch._ops.OpOverload,
+        traits: Traits,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        entries: list[tuple[Tensor, _Entry | None]],
+        reason: str,
+    ) -> object:
+        """Run a write that no replay can run: what it writes is kept from here on, or offloaded as it will be."""
+        for tensor, entry in entries:
+            moved = None if entry is None else _moved_of(entry.version)
+            if moved is not None:
+                self.copied_bytes += moved.protect()
+            elif entry is not None:
+                self.policy.kept(entry.version.site, f"{self.policy.site(traits)} writes it in place: {reason}")
+                self.entries.pop(storage_key(tensor), None)
+        result = func(*args, **kwargs)
+        for tensor, entry in entries:
+            if entry is not None and self.inbox is not None and _moved_of(entry.version) is not None:
+                entry.version = self._moved(self.inbox, traits, entry.version.site, tensor)
+                entry.counters = (tensor._version, tensor._version + 1)
         return result
 
     def _write(self, op: Captured, tensor: Tensor, entry: _Entry) -> None:
@@ -211,6 +262,9 @@ class LiveSession:
             if entry.version.initialised or written:
                 if not written:
                     seen.inputs[id(entry.version)] = entry.version
+                    moved = _moved_of(entry.version)
+                    if moved is not None:
+                        moved.read_as(tensor)
                 return Argument(entry.version, layout_of(tensor))
             self.policy.kept(entry.version.site, UNFILLED)
         return Argument(self._leaf(tensor, key), layout_of(tensor))
@@ -231,26 +285,35 @@ class LiveSession:
             return None
         return entry
 
+    def _fresh(self, result: object, keys: set[int]) -> Iterator[tuple[int, Tensor]]:
+        """The tensors among the results that lie on storages of their own, with their places."""
+        for place, tensor in enumerate(tensors_in(result)):
+            if is_plain(tensor) and (key := storage_key(tensor)) not in keys:
+                keys.add(key)
+                yield place, tensor
+
     def _register(self, op: Captured, result: object, keys: set[int]) -> None:
         """Make a version for every fresh storage among the results."""
-        for place, tensor in enumerate(tensors_in(result)):
-            if not is_plain(tensor):
+        for place, tensor in self._fresh(result, keys):
+            site = _output_site(op.site, place)
+            if self.inbox is not None and site in self.inbox.sites:
+                self._enter(tensor, self._moved(self.inbox, op.traits, site, tensor))
                 continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in keys:
-                continue
-            keys.add(key)
             reason = self.policy.keeps(op, place, tensor)
             if reason:
-                self.policy.kept(f"{op.site}:{place}" if place else op.site, reason)
+                self.policy.kept(site, reason)
                 continue
-            nbytes = storage.nbytes()
-            version = self._version(op, f"{op.site}:{place}" if place else op.site, nbytes)
+            version = self._version(op, site, tensor.untyped_storage().nbytes())
             op.outputs.append((place, weakref.ref(version)))
-            # The closure must not hold the session: a storage that outlives the step would keep it alive.
-            watch = weakref.ref(storage, lambda _, entries=self.entries, key=key: entries.pop(key, None) and None)
-            self.entries[key] = _Entry(version, (tensor._version, tensor._version), watch)
+            self._enter(tensor, version)
+
+    def _enter(self, tensor: Tensor, version: Version) -> None:
+        """A storage is known from here on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        # The closure must not hold the session: a storage that outlives the step would keep it alive.
+        watch = weakref.ref(storage, lambda _, entries=self.entries, key=key: entries.pop(key, None) and None)
+        self.entries[key] = _Entry(version, (tensor._version, tensor._version), watch)
 
     def _version(self, op: Captured, site: str, nbytes: int) -> Version:
         trigger = self.held_from.get(site)
@@ -258,6 +321,16 @@ class LiveSession:
             op, site, nbytes, 0 if op.traits.uninitialised else nbytes,
             None if trigger is None else self.milestones[trigger], self.milestones.get(site),
         )  # fmt: skip
+
+    def _moved(self, inbox: Inbox, traits: Traits, site: str, tensor: Tensor) -> Version:
+        """A version that is fetched, not rebuilt."""
+        moved = Moved(inbox, site, tensor)
+        op = Captured(_FETCHES + self.sequence, fetch, traits, site)
+        self.sequence += 1
+        op.arguments = (moved,)
+        version = Version(op, site, moved.nbytes, moved.nbytes, None, self.milestones.get(site))
+        op.outputs.append((0, weakref.ref(version)))
+        return version
 
     # -- saved tensors
 
@@ -273,15 +346,25 @@ class LiveSession:
             if entry is not None and not entry.version.initialised:
                 self.policy.kept(entry.version.site, UNFILLED)
             elif entry is not None and self.policy.drops(entry.version, tensor):
+                moved = _moved_of(entry.version)
+                if moved is not None:
+                    moved.put(tensor)
                 self.dropped_bytes += entry.version.nbytes
                 layout = layout_of(tensor)
                 if self.packs is not None:
                     self.packs.append((entry.version, layout))
                 return self.rebuilder.drop(entry.version, layout)
-        held = Held(tensor, self.policy.namer(), self.outer)
+        held = self._held(tensor)
         if self.packs is not None:
             self.packs.append((held, Layout(tensor.shape, (), 0, tensor.dtype)))
         return held
+
+    def _held(self, tensor: Tensor) -> Held:
+        if self.inbox is None:
+            return Held(tensor, self.policy.namer(), self.outer)
+        noted = Noted(tensor, self.policy.namer(), self.outer)
+        noted.inbox = self.inbox
+        return noted
 
     # -- switching
 
@@ -335,6 +418,15 @@ def unpack(packed: Held | Handle) -> Tensor:
     if type(packed) is Handle:
         return packed.rebuilder.tensor(packed)
     return packed.get()  # type: ignore[union-attr]
+
+
+def _output_site(site: str, place: int) -> str:
+    return f"{site}:{place}" if place else site
+
+
+def _moved_of(version: Version) -> Moved | None:
+    """What an offloaded version moves; None for one that is rebuilt."""
+    return version.op.arguments[0] if version.op.func is fetch else None  # type: ignore[return-value]
 
 
 def storage_key(tensor: Tensor) -> int:

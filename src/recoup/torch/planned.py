@@ -47,24 +47,28 @@ def parse_site(site: str) -> Place:
 
 
 class SiteTable:
-    """A plan's sites by module call: for each operation to capture, the outputs to drop.
+    """A plan's sites by module call: for each operation to look at, the outputs to drop (none where all that goes is offloaded).
 
     Raises:
         PlanMismatch: a site of the plan names a module that the model does not have.
     """
 
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
+        self.plan = plan
         wanted: dict[tuple[str, int], dict[tuple[str, int], set[int]]] = {}
         paths = {path for path, _ in model.named_modules()}
-        for site in sorted(plan.recompute_sites):
+        for site in sorted(plan.recompute_sites | plan.offload_sites):
             place = parse_site(site)
             if place.path not in paths:
                 raise PlanMismatch(
                     f"the plan names {site}, but the model has no module {place.path!r}; was the plan made for another model?"
                 )
-            wanted.setdefault((place.path, place.call), {}).setdefault((place.name, place.nth), set()).add(place.output)
+            outputs = wanted.setdefault((place.path, place.call), {}).setdefault((place.name, place.nth), set())
+            if site in plan.recompute_sites:
+                outputs.add(place.output)
         self.calls = {key: {op: frozenset(outputs) for op, outputs in ops.items()} for key, ops in wanted.items()}
         self.held_from = plan.held_from_sites
+        self.offloaded = plan.offload_sites
         self.watched = {_module_call(text) for pattern in plan.watch for text in expand(pattern)}
 
     def of(self, path: str, call: int) -> dict[tuple[str, int], frozenset[int]]:
@@ -115,7 +119,7 @@ class PlannedPolicy:
         return before
 
     def wants(self, traits: Traits) -> bool:
-        """Whether the plan recomputes an output of this operation."""
+        """Whether the plan recomputes or offloads an output of this operation."""
         frame = self.frame
         outputs = frame.table.get((traits.name, frame.count(traits)))
         if outputs is None:
@@ -123,6 +127,10 @@ class PlannedPolicy:
         self.outputs = outputs
         self.met += 1
         return True
+
+    def rebuilds(self) -> bool:
+        """Whether an output of the operation last counted is recomputed."""
+        return bool(self.outputs)
 
     def site(self, traits: Traits) -> str:
         """The site of the operation last counted."""
@@ -146,5 +154,5 @@ class PlannedPolicy:
 
     def kept(self, site: str, reason: str) -> None:
         """Note what the plan recomputes and had to be kept."""
-        if reason != "kept by the plan":
+        if reason != "kept by the plan" and site not in self.sites.offloaded:
             self.reasons.setdefault(site, reason)

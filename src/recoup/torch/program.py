@@ -17,6 +17,7 @@ import torch
 from recoup.torch.capture import Argument, Captured, Milestone, Version
 from recoup.torch.holding import Held, Leaf, named
 from recoup.torch.live import LiveSession, storage_key
+from recoup.torch.offload.outbox import Moved, fetch
 from recoup.torch.probe import Probe, probe_of
 from recoup.torch.views import Layout
 
@@ -54,7 +55,7 @@ class SavedTensor(NamedTuple):
     """One saved tensor, in the order in which autograd packs them.
 
     ``version`` is what it is a layout on if it is dropped, -1 if it is kept; ``leaf`` the leaf that a kept one
-    provides, -1 if none; ``leaves`` what a dropped one is rebuilt from.
+    provides, -1 if none; ``leaves`` what a dropped one is rebuilt from, ``moves`` the offloaded versions among that.
     """
 
     size: torch.Size
@@ -63,6 +64,7 @@ class SavedTensor(NamedTuple):
     layout: Layout
     leaf: int
     leaves: tuple[int, ...]
+    moves: tuple[int, ...]
     probe: Probe | None
     site: str
 
@@ -92,6 +94,7 @@ class Program:
         milestones: for each version the milestone that asking for it reaches; -1 for none.
         leaves: where the leaves are found.
         leaf_reads: for each leaf how many dropped tensors are rebuilt from it.
+        move_reads: for each offloaded version how many dropped tensors are it or are rebuilt from it.
         saved: what autograd packs.
     """
 
@@ -104,6 +107,7 @@ class Program:
     milestones: tuple[int, ...]
     leaves: tuple[LeafSource, ...]
     leaf_reads: tuple[int, ...]
+    move_reads: dict[int, int]
     saved: tuple[SavedTensor, ...]
 
 
@@ -138,13 +142,15 @@ class _Compiler:
         captured = self._closure()
         places = {op.sequence: place for place, op in enumerate(captured)}
         ops = tuple(self._op(op) for op in captured)
-        needs = self._leaf_needs(captured, ops)
+        needs = self._needs(ops)
         saved = tuple(self._saved(place, source, layout, needs) for place, (source, layout) in enumerate(self.packs))
         asks = [0] * len(self.order)
         leaf_reads = [0] * len(self.sources)
+        move_reads: Counter[int] = Counter()
         for tensor in saved:
             if tensor.version >= 0:
                 asks[tensor.version] += 1
+                move_reads.update(tensor.moves)
                 for leaf in tensor.leaves:
                     leaf_reads[leaf] += 1
         for op in ops:
@@ -162,6 +168,7 @@ class _Compiler:
             milestones=tuple(self._milestone(version.milestone) for version in self.order),
             leaves=tuple(self.sources),
             leaf_reads=tuple(leaf_reads),
+            move_reads=dict(move_reads),
             saved=saved,
         )
 
@@ -208,7 +215,8 @@ class _Compiler:
             return LeafRead(self._leaf(value.source), value.layout)
         if isinstance(value, list):
             return tuple(self._argument(item) for item in value)
-        return value
+        # What a fetch fetches is of one call; the program knows it by its version.
+        return None if isinstance(value, Moved) else value
 
     def _leaf(self, leaf: Leaf) -> int:
         number = self.leaves.get(id(leaf))
@@ -229,23 +237,26 @@ class _Compiler:
             return LeafSource("input", "", "", self.inputs[leaf.key])
         raise NotStatic(f"{_called(leaf)} is kept for replays only; without a dispatch mode nothing sees it")
 
-    def _leaf_needs(self, captured: list[Captured], ops: tuple[StaticOp, ...]) -> list[frozenset[int]]:
-        """For each version the leaves that it is rebuilt from, through other versions too."""
-        needs: list[frozenset[int]] = [frozenset()] * len(self.order)
+    def _needs(self, ops: tuple[StaticOp, ...]) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """For each version the leaves, and the offloaded versions, that it is rebuilt from, through other versions too."""
+        needs: list[tuple[frozenset[int], frozenset[int]]] = [(frozenset(), frozenset())] * len(self.order)
         for op in ops:
-            found = {read.leaf for read in _flat((*op.arguments, *(value for _, value in op.keywords))) if isinstance(read, LeafRead)}
+            leaves = {read.leaf for read in _flat((*op.arguments, *(value for _, value in op.keywords))) if isinstance(read, LeafRead)}
+            moves = {version for _, version in op.outputs} if op.func is fetch else set()
             for version in (*op.inputs, *(before for before, _ in op.overwrites)):
-                found |= needs[version]
+                leaves |= needs[version][0]
+                moves |= needs[version][1]
             for version in (*(version for _, version in op.outputs), *(after for _, after in op.overwrites)):
-                needs[version] = frozenset(found)
+                needs[version] = frozenset(leaves), frozenset(moves)
         return needs
 
-    def _saved(self, place: int, source: Version | Held, layout: Layout, needs: list[frozenset[int]]) -> SavedTensor:
+    def _saved(self, place: int, source: Version | Held, layout: Layout, needs: list[tuple[frozenset[int], frozenset[int]]]) -> SavedTensor:
         if isinstance(source, Version):
             number = self.versions[id(source)]
-            return SavedTensor(layout.size, layout.dtype, number, layout, -1, tuple(sorted(needs[number])), probe_of(layout), source.site)
+            leaves, moves = (tuple(sorted(found)) for found in needs[number])
+            return SavedTensor(layout.size, layout.dtype, number, layout, -1, leaves, moves, probe_of(layout), source.site)
         leaf = next((number for number, found in enumerate(self.sources) if found.kind == "saved" and found.place == place), -1)
-        return SavedTensor(layout.size, layout.dtype, -1, layout, leaf, (), None, "")
+        return SavedTensor(layout.size, layout.dtype, -1, layout, leaf, (), (), None, "")
 
 
 def _called(leaf: Leaf) -> str:

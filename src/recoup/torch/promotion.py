@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from recoup.errors import ReplayMismatch
 from recoup.torch.holding import Held
 from recoup.torch.live import LiveSession, storage_key
+from recoup.torch.offload.inbox import Inbox
 from recoup.torch.program import LeafSource, NotStatic, Program, compile_program
 from recoup.torch.static import StaticCall, Token
 
@@ -64,7 +65,9 @@ class Promotion:
         """Why calls ran live although the static gear was asked for, with how often."""
         return dict(self._refusals)
 
-    def start(self, key: Key, args: tuple[object, ...], kwargs: dict[str, object]) -> StaticCall | None:
+    def start(
+        self, key: Key, args: tuple[object, ...], kwargs: dict[str, object], inbox: Callable[[], Inbox | None] = lambda: None
+    ) -> StaticCall | None:
         """A static call, or None if this call is to run live: to learn, to audit, or because a guard has tripped."""
         state = self._states.get(key)
         if state is None or state.program is None:
@@ -76,7 +79,7 @@ class Promotion:
         if reason:
             self._refuse(state, reason)
             return None
-        return _Watched(self, state, state.program, self._leaves(state.program, args, kwargs))
+        return _Watched(self, state, state.program, self._leaves(state.program, args, kwargs), inbox())
 
     def learn(self, key: Key, session: LiveSession, before: CallState) -> None:
         """A live call's forward is over: remember how it ran, and promote its kind once enough calls ran alike."""
@@ -187,8 +190,10 @@ class Promotion:
 class _Watched(StaticCall):
     """A static call that tells the promotion when it left its program."""
 
-    def __init__(self, promotion: Promotion, state: _State, program: Program, leaves: list[Held | None]) -> None:
-        super().__init__(program, leaves)
+    def __init__(
+        self, promotion: Promotion, state: _State, program: Program, leaves: list[Held | None], inbox: Inbox | None = None
+    ) -> None:
+        super().__init__(program, leaves, inbox)
         self._told = (promotion, state)
 
     def __exit__(self, *exc: object) -> None:

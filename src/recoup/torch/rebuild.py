@@ -34,9 +34,11 @@ __all__ = ["Rebuilder", "draw", "is_quiet"]
 class Rebuilder:
     """Rebuilds what one forward call dropped."""
 
-    __slots__ = ("__weakref__", "handles", "lock", "observer", "replayed", "stamp", "task", "touched")
+    __slots__ = ("__weakref__", "handles", "lock", "observer", "replayed", "stamp", "task", "touched", "unpacked")
 
-    def __init__(self, observer: Callable[[Captured], None] | None = None) -> None:
+    def __init__(self, observer: Callable[[Captured], None] | None = None, unpacked: Callable[[], None] | None = None) -> None:
+        # Called after every tensor handed out: a moment to fetch ahead what is offloaded.
+        self.unpacked = unpacked
         self.handles: list[weakref.ref[Handle]] = []
         self.lock = threading.RLock()
         self.task = -1
@@ -58,9 +60,13 @@ class Rebuilder:
             ReplayMismatch: what the rebuild reads has changed since the forward.
         """
         if is_quiet():
-            return self._tensor(handle)
-        with replaying():
-            return self._tensor(handle)
+            tensor = self._tensor(handle)
+        else:
+            with replaying():
+                tensor = self._tensor(handle)
+        if self.unpacked is not None:
+            self.unpacked()
+        return tensor
 
     def _tensor(self, handle: Handle) -> Tensor:
         with self.lock:

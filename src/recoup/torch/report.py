@@ -17,6 +17,8 @@ class Report:
         dropped_bytes: bytes of saved tensors handed back for recomputation, all calls together.
         replayed_ops: operations replayed in backward passes of live calls that are over.
         copied_bytes: bytes copied because something was written in place that a replay reads.
+        offloaded_bytes, fetched_bytes: bytes that were sent out of memory, and that were fetched back.
+        waited_seconds: what steps waited for offloaded activations to leave or to come back.
         sites_expected, sites_met: the plan's operations in the module calls that were made, and how many of them came.
         kept: what the plan drops and had to be kept, with the reason.
         unplanned_shapes: input shapes that came without a plan of their own.
@@ -29,6 +31,9 @@ class Report:
     plain_calls: int = 0
     dropped_bytes: int = 0
     copied_bytes: int = 0
+    offloaded_bytes: int = 0
+    fetched_bytes: int = 0
+    waited_seconds: float = 0.0
     sites_expected: int = 0
     sites_met: int = 0
     kept: dict[str, str] = field(default_factory=dict)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from recoup.errors import ReplayMismatch
 from recoup.torch.holding import Held
+from recoup.torch.offload.inbox import Inbox, Noted
+from recoup.torch.offload.outbox import Moved, fetch
 from recoup.torch.private import call_at_end_of_backward, current_backward
 from recoup.torch.probe import read_probe, same_probe
 from recoup.torch.program import LeafRead, Program, SavedTensor, StaticOp, VersionRead
@@ -47,8 +49,12 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         diverged: why the call left the program, '' if it did not (known when the forward is over).
     """
 
-    def __init__(self, program: Program, leaves: list[Held | None]) -> None:
+    def __init__(self, program: Program, leaves: list[Held | None], inbox: Inbox | None = None) -> None:
         self.program = program
+        self.inbox = inbox
+        # By version, what is offloaded of this call, and how many saved tensors may still ask for it.
+        self.moved: dict[int, Moved] = {}
+        self.moves_left = dict(program.move_reads)
         self.cells = leaves
         self.leaf_left = list(program.leaf_reads)
         self.diverged = ""
@@ -83,21 +89,37 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         count = self.count
         self.count = count + 1
         if self.diverged or count >= len(self.program.saved):
-            return _held(tensor, count)
+            return self._held(tensor, count)
         saved = self.program.saved[count]
         if tensor.shape != saved.size or tensor.dtype is not saved.dtype:
             found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(saved.size)}"
             self.diverged = f"saved tensor {count} is {found} where the program has {wanted}"
-            return _held(tensor, count)
+            return self._held(tensor, count)
         if saved.version < 0:
-            held = _held(tensor, count)
+            held = self._held(tensor, count)
             if saved.leaf >= 0 and self.leaf_left[saved.leaf] > 0:
                 self.cells[saved.leaf] = held
             return held
         if tensor.stride() != saved.layout.stride:
             self.diverged = f"saved tensor {count} ({saved.site}) has other strides than in the program"
-            return _held(tensor, count)
+            return self._held(tensor, count)
+        if saved.version in saved.moves:
+            self._offload(saved, tensor)
         return Token(self, saved, read_probe(tensor, saved.probe))
+
+    def _offload(self, saved: SavedTensor, tensor: Tensor) -> None:
+        moved = self.moved.get(saved.version)
+        if moved is None:
+            assert self.inbox is not None
+            moved = self.moved[saved.version] = Moved(self.inbox, saved.site, tensor)
+        moved.put(tensor)
+
+    def _held(self, tensor: Tensor, count: int) -> Held:
+        if self.inbox is None:
+            return Held(tensor, _number(count))
+        noted = Noted(tensor, _number(count))
+        noted.inbox = self.inbox
+        return noted
 
     # -- backward
 
@@ -108,9 +130,13 @@ class StaticCall(AbstractContextManager["StaticCall"]):
             ReplayMismatch: the rebuilt tensor is not what the forward had, or what it is rebuilt from has changed.
         """
         if is_quiet():
-            return self._tensor(token)
-        with replaying():
-            return self._tensor(token)
+            tensor = self._tensor(token)
+        else:
+            with replaying():
+                tensor = self._tensor(token)
+        if self.inbox is not None:
+            self.inbox.fetch_ahead()
+        return tensor
 
     def _tensor(self, token: Token) -> Tensor:
         saved = token.saved
@@ -141,6 +167,10 @@ class StaticCall(AbstractContextManager["StaticCall"]):
                 self.leaf_left[leaf] -= 1
                 if self.leaf_left[leaf] == 0:
                     self.cells[leaf] = None
+            for version in saved.moves:
+                self.moves_left[version] -= 1
+                if self.moves_left[version] == 0:
+                    self.moved.pop(version, None)
 
     def _begin(self, task: int) -> None:
         self._forget()
@@ -211,7 +241,7 @@ class StaticCall(AbstractContextManager["StaticCall"]):
         moved = self._take_overwritten(op, holding == self.pending[place])
         arguments = [self._resolve(argument, moved) for argument in op.arguments]
         keywords = {name: self._resolve(argument, moved) for name, argument in op.keywords}
-        results = tensors_in(op.func(*arguments, **keywords))
+        results = [self._fetched(op.outputs[0][1])] if op.func is fetch else tensors_in(op.func(*arguments, **keywords))
         for number, version in fresh:
             made = results[number].untyped_storage().nbytes()
             if made != self.program.nbytes[version]:
@@ -224,6 +254,15 @@ class StaticCall(AbstractContextManager["StaticCall"]):
                 self._no_longer_ask(version)
         if self.reads:
             self._read_once(op)
+
+    def _fetched(self, version: int) -> Tensor:
+        moved = self.moved.get(version)
+        if moved is None:
+            raise ReplayMismatch(
+                f"the step left the static program ({self.diverged or 'a tensor that is offloaded was never saved'}), and what was dropped "
+                "cannot be rebuilt. No weight has moved; run the step again, or apply the plan with gear='live'."
+            )
+        return fetch(moved)
 
     def _stored(self, version: int) -> bool:
         """Whether a version that is about to be made is stored: to be held, or for readers in the same rebuild."""
@@ -282,10 +321,6 @@ def _reads_of(op: StaticOp) -> Sequence[int]:
 @functools.lru_cache(maxsize=4096)
 def _number(count: int) -> str:
     return f"saved tensor {count}"
-
-
-def _held(tensor: Tensor, count: int) -> Held:
-    return Held(tensor, _number(count))
 
 
 def _unpack(packed: Held | Token) -> Tensor:

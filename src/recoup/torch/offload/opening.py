@@ -1,0 +1,59 @@
+"""From what a plan says of its traffic to a store that carries it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from recoup.errors import OffloadError
+from recoup.plan import Plan, Traffic
+from recoup.torch.offload.outbox import Outbox, Tally
+from recoup.torch.offload.store import Store
+
+__all__ = ["open_outbox"]
+
+
+_PADDING = 4096  # stores take whole pages
+
+
+def open_outbox(
+    plan: Plan, device: torch.device, where: str | Path | Store | None, tally: Tally, limit_bytes: int | None = None
+) -> Outbox | None:
+    """The traffic of a plan on a device, its space taken; None for a plan that offloads nothing.
+
+    Args:
+        plan: what offloads what, and how it moves.
+        device: that the activations are on.
+        where: the directory of a plan that offloads to disk, a store of your own, or None for where the link was measured.
+        tally: what counts the traffic.
+        limit_bytes: the most that may wait there.
+
+    Raises:
+        OffloadError: there is no such place for this device, or too little space.
+    """
+    traffic = plan.traffic
+    if traffic is None or not plan.offload_sites:
+        return None
+    store = _opened(traffic, device, where, limit_bytes) if where is None or isinstance(where, (str, Path)) else where
+    store.reserve(traffic.offloaded_bytes + _PADDING * len(plan.offload_sites))
+    return Outbox(store, traffic.write_window_bytes, tally)
+
+
+def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, limit_bytes: int | None) -> Store:
+    if traffic.link.target == "disk":
+        from recoup.torch.offload.disk import DiskStore  # its threads and files only where a plan asks for them
+
+        directory = where or traffic.link.where
+        if not directory:
+            raise OffloadError(
+                "the plan offloads to disk and names no directory; say which, as in apply(model, plan, offload_to='/scratch')"
+            )
+        return DiskStore(directory, device=device, limit_bytes=limit_bytes)
+    if device.type != "cuda":
+        raise OffloadError(
+            f"the plan offloads to the host's memory, where activations on {device} are already; plan with a disk, or without offloading"
+        )
+    from recoup.torch.offload.host import HostStore
+
+    return HostStore(device, traffic.offloaded_bytes if limit_bytes is None else limit_bytes)
