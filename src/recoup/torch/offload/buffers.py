@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Buffer", "PageBuffer", "PinnedBuffer"]
+__all__ = ["Buffer", "PageBuffer", "PinnedBuffer", "Window"]
 
 
 class Buffer(Protocol):
@@ -32,6 +32,18 @@ class PageBuffer:
     def __init__(self, count: int) -> None:
         self.view = memoryview(mmap.mmap(-1, count))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+
+    def part(self, offset: int) -> Window:
+        """What begins at ``offset``."""
+        return Window(self.view[offset:], self.address + offset)
+
+
+class Window:
+    """Part of a buffer, which it holds."""
+
+    def __init__(self, view: memoryview, address: int) -> None:
+        self.view = view
+        self.address = address
 
 
 class PinnedBuffer:

@@ -68,6 +68,8 @@ class Spool:
         """
         if self.foreign:
             raise OffloadError(self.why_none(count))
+        if self.file.fd < 0:
+            raise OffloadError(f"the store in {self.directory} was closed; open another one")
         if self._limit_bytes is not None and count > self._limit_bytes // BLOCK * BLOCK:
             raise OffloadError(
                 f"activations of {count} bytes are to wait in {self.directory}, and the disk budget is {self._limit_bytes}: raise it, "

@@ -37,7 +37,9 @@ class Arrival:
 
     __slots__ = ("_cure", "_settle", "_tensor", "_transfer", "_what")
 
-    def __init__(self, tensor: Tensor, transfer: Transfer, *, what: str, cure: str, settle: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, transfer: Transfer, *, what: str, cure: str, settle: Callable[[Transfer, Tensor], None] | None = None
+    ) -> None:
         self._tensor = tensor
         self._transfer = transfer
         self._what = what
@@ -53,9 +55,10 @@ class Arrival:
         if self._settle is None:
             self._transfer.wait()
         else:
-            self._settle(self._tensor)  # the device's stream waits, not this thread
+            self._settle(self._transfer, self._tensor)  # the device's stream waits, not this thread
         if self._transfer.failure:
-            raise OffloadError(f"cannot fetch {self._tensor.nbytes} bytes back from {self._what}: {self._transfer.failure}. {self._cure}")
+            count, why = self._tensor.nbytes, self._transfer.failure
+            raise OffloadError(f"cannot fetch {count} bytes back from {self._what}: {why}. {self._cure}")
         return self._tensor
 
 
