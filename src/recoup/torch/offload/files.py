@@ -21,6 +21,7 @@ __all__ = ["SpoolFile", "filesystem_of", "free_bytes", "open_spool"]
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})  # filesystem or kernel lacks it
+_NO_DIRECT = frozenset({errno.EOPNOTSUPP, errno.EINVAL})  # some say so when the file is opened, some at the first write
 
 
 class SpoolFile:
@@ -108,10 +109,10 @@ def _opened(directory: Path) -> SpoolFile:
         try:
             file = SpoolFile(_nameless(directory, direct_flag), direct=True)
             _try_block(file.fd)
-        except OSError:  # EINVAL at opening, or only at the first write: no direct access here
-            pass
-        else:
             return file
+        except OSError as problem:
+            if problem.errno not in _NO_DIRECT:
+                raise
     return SpoolFile(_nameless(directory, 0), direct=False)
 
 
@@ -135,5 +136,5 @@ def _nameless(directory: Path, direct_flag: int) -> int:
 def _try_block(fd: int) -> None:
     buffer = PageBuffer(BLOCK)
     if os.pwritev(fd, [buffer.view], 0) != BLOCK or os.preadv(fd, [buffer.view], 0) != BLOCK:
-        raise OSError("direct access moves no whole block")
+        raise OSError(errno.EINVAL, "direct access moves no whole block")
     os.ftruncate(fd, 0)

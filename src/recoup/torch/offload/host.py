@@ -102,6 +102,8 @@ class HostStore:
         """
         if foreign := self._copier.foreign():
             raise OffloadError(foreign)
+        if self._closed:
+            raise OffloadError("the store in the host's memory was closed; open another one")
         with self._lock:
             missing = blocks_of(count) * BLOCK - self._pool_bytes
             if missing <= 0:
