@@ -1,6 +1,7 @@
 """recoup doctor: say what is installed here and whether it does what Recoup relies on.
 
-The allocator's meter is tried on a known allocation, and each private interface of PyTorch in use tests itself.
+The allocator's meter is tried on a known allocation, and each private interface of PyTorch in use tests itself. With a directory for
+offloaded activations, the links that they would take are measured.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recoup import __version__
 from recoup.cli.console import Console
+from recoup.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from recoup.cost import OffloadLink
     from recoup.report.text import Checked
 
 __all__ = ["configure", "run"]
@@ -30,15 +34,24 @@ class _Check:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """This verb has no arguments of its own."""
+    """Adds the directory."""
     parser.set_defaults(source=None)
+    parser.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        type=Path,
+        help="measure the links that offloaded activations would take: to a disk at DIR, and between a CUDA device and the host",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Reports versions and self-tests; 1 if a test fails."""
+    """Reports versions, self-tests and measured links; 1 if a test fails."""
     import platform
 
+    import msgspec
+
     from recoup.cli.facts import check_facts
+    from recoup.report.links import links_table
     from recoup.report.text import checks_table
 
     versions = {"recoup": __version__, "python": platform.python_version(), **dict(_installed())}
@@ -50,9 +63,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         checks.extend(_jax_checks())
     if not checks:
         checks = [_Check("front-end", False, "none installed: pip install 'recoup[torch]' or pip install 'recoup[jax]'")]
+    links: list[OffloadLink] = []
+    if args.offload_dir is not None:
+        check, links = _offload_links(args.offload_dir, versions)
+        checks.append(check)
     facts = {"versions": versions, "settings": settings, "checks": check_facts(checks)}
+    if links:
+        facts["links"] = msgspec.to_builtins(links)
     lines = "\n".join(f"{name} {value}" for name, value in (versions | settings).items())
-    console.data(facts, lines, "", checks_table(checks))
+    console.data(facts, lines, "", checks_table(checks), *(("", links_table(links)) if links else ()))
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -77,6 +96,14 @@ def _torch_checks() -> Sequence[Checked]:
     from recoup.torch import doctor
 
     return [_meter_check(), *doctor()]
+
+
+def _offload_links(directory: Path, versions: dict[str, str]) -> tuple[Checked, list[OffloadLink]]:
+    if "torch" not in versions:
+        raise MissingExtra("links for offloaded activations are measured with PyTorch, which is not installed: pip install 'recoup[torch]'")
+    from recoup.torch.doctor import offload_links
+
+    return offload_links(directory)
 
 
 def _jax_checks() -> Iterator[Checked]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from recoup.cost import OffloadLink
+from recoup.errors import OffloadError
+from recoup.torch.offload.beside import product_on, until
 from recoup.torch.offload.copiers import CudaCopier
 from recoup.torch.offload.disk import DiskStore
 from recoup.torch.offload.host import HostStore
 from recoup.torch.offload.requests import Requests
-from recoup.torch.offload.store import Store
+from recoup.torch.offload.store import Fetch, Store, Ticket
 
 __all__ = ["measure_disk", "measure_host"]
 
@@ -29,24 +30,19 @@ _MOST_STORAGES = 16
 _ROUNDS = 7
 _SMALL_BYTES = 4096
 _SMALL_TRANSFERS = 15
-_WIDTH = 256  # of the matrices: a product takes some hundred microseconds on one core
-
-
-class _Ending(Protocol):
-    def done(self) -> bool: ...
 
 
 def measure_disk(
     directory: str | Path,
     *,
     device: torch.device | str = "cpu",
-    seconds: float = 2.0,
+    seconds: float = 1.5,
     allow_memory_filesystem: bool = False,
     requests: Requests | None = None,
 ) -> OffloadLink:
-    """The way to a directory and back, for tensors of ``device``; takes up to 64 MiB there, and about ``seconds``.
+    """The way to a directory and back, for tensors of ``device``; takes up to 64 MiB there, and about ``seconds`` where the disk is fast.
 
-    The file is written before it is timed, as it is from a training run's second step on.
+    The file is written once before it is timed, as it is from a training run's second step on.
 
     Raises:
         OffloadError: the directory cannot be used, or a transfer failed.
@@ -58,7 +54,7 @@ def measure_disk(
         store.close()
 
 
-def measure_host(device: torch.device | str, *, seconds: float = 2.0) -> tuple[OffloadLink, ...]:
+def measure_host(device: torch.device | str, *, seconds: float = 1.5) -> tuple[OffloadLink, ...]:
     """The ways between a CUDA device and the host's memory: by pinned memory, which is what executors take, then by pageable memory.
 
     For the CPU there is none: its tensors are in the host's memory. Not measured on a GPU.
@@ -75,25 +71,22 @@ def measure_host(device: torch.device | str, *, seconds: float = 2.0) -> tuple[O
 
 
 def _measured(store: Store, device: torch.device, seconds: float, *, where: str, shared: bool) -> OffloadLink:
-    compute = _product_on(device)
-    number = _storages_that_fit(store, device, seconds)
-    sources = [torch.rand(_STORAGE_BYTES // 4, device=device) for _ in range(number)]
-    _out(store, sources)  # the first time, a disk finds the space and the kernel maps the buffers
-    products = _Products(compute)
+    product, window = product_on(device), seconds / (3 * _ROUNDS)
+    sources = _sources(store, device, window)
+    moved = sum(source.nbytes for source in sources)
     writes, reads, drags = [], [], []
     for _ in range(_ROUNDS):
-        quiet = products.for_seconds(seconds / (6 * _ROUNDS))
-        tickets = []
-        write = products.until_done(lambda kept=tickets: kept.extend(store.put(source) for source in sources) or kept)
-        if failed := [ticket.failure for ticket in tickets if ticket.failure]:
-            raise _failed(failed[0])
-        fetches = []
-        read = products.until_done(lambda kept=fetches, wanted=tickets: kept.extend(ticket.fetch() for ticket in wanted) or kept)
+        quiet = until(product, list, at_least_seconds=window)
+        tickets: list[Ticket] = []
+        write = until(product, lambda kept=tickets: _put(store, sources, kept))
+        _check(tickets)
+        fetches: list[Fetch] = []
+        read = until(product, lambda kept=fetches, stored=tickets: _fetch(stored, kept))
         for fetch in fetches:
             fetch.get()
-        writes.append(number * _STORAGE_BYTES / write.seconds)
-        reads.append(number * _STORAGE_BYTES / read.seconds)
-        drags.append(1 - (write.count + read.count) / (write.seconds + read.seconds) / (quiet.count / quiet.seconds))
+        writes.append(moved / write.seconds)
+        reads.append(moved / read.seconds)
+        drags.append(1 - (write.calls + read.calls) / (write.seconds + read.seconds) / quiet.rate)
     return OffloadLink(
         target=store.target,
         write_bytes_per_second=statistics.median(writes),
@@ -104,3 +97,74 @@ def _measured(store: Store, device: torch.device, seconds: float, *, where: str,
         drag=max(0.0, statistics.median(drags)),
         where=where,
     )
+
+
+def _sources(store: Store, device: torch.device, seconds: float) -> list[Tensor]:
+    """As many storages as go out in that time, after one round of them that nobody times."""
+    one = torch.rand(_STORAGE_BYTES // 4, device=device)
+    begun = time.perf_counter()
+    _wait(_put(store, [one], []))
+    number = int(seconds / (time.perf_counter() - begun))
+    sources = [one, *(torch.rand_like(one) for _ in range(min(_MOST_STORAGES, number) - 1))]
+    tickets = _wait(_put(store, sources, []))
+    for fetch in _fetch(tickets, []):
+        fetch.get()
+    return sources
+
+
+def _latency(store: Store, device: torch.device) -> float:
+    """Seconds that one small transfer takes, out or back, whichever takes longer; medians."""
+    small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=device)
+    outs, backs = [], []
+    for _ in range(_SMALL_TRANSFERS):
+        begun = time.perf_counter()
+        (ticket,) = _wait(_put(store, [small], []))
+        outs.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        ticket.fetch().get()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        backs.append(time.perf_counter() - begun)
+    return max(statistics.median(outs), statistics.median(backs))
+
+
+def _pageable(device: torch.device) -> OffloadLink:
+    """Plain copies, which make the host wait; shown beside pinned memory."""
+    there = torch.rand(_MOST_STORAGES * _STORAGE_BYTES // 4, device=device)
+    here = torch.zeros(there.shape)
+    outs, backs = [], []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        here.copy_(there)
+        outs.append(there.nbytes / (time.perf_counter() - begun))
+        begun = time.perf_counter()
+        there.copy_(here)
+        torch.cuda.synchronize(device)
+        backs.append(there.nbytes / (time.perf_counter() - begun))
+    write, read = statistics.median(outs), statistics.median(backs)
+    # the host waits for such copies, so the step stands still while they run
+    return OffloadLink(target="host", write_bytes_per_second=write, read_bytes_per_second=read, drag=1.0, where=f"{device}, pageable")
+
+
+def _put(store: Store, sources: Sequence[Tensor], tickets: list[Ticket]) -> list[Ticket]:
+    tickets.extend(store.put(source) for source in sources)
+    return tickets
+
+
+def _fetch(tickets: Sequence[Ticket], fetches: list[Fetch]) -> list[Fetch]:
+    fetches.extend(ticket.fetch() for ticket in tickets)
+    return fetches
+
+
+def _wait(tickets: list[Ticket]) -> list[Ticket]:
+    for ticket in tickets:
+        ticket.wait()
+    _check(tickets)
+    return tickets
+
+
+def _check(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        if ticket.failure:
+            raise OffloadError(f"the link cannot be measured: {ticket.failure}")
