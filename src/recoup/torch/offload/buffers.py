@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from typing import Protocol
 
 import torch
@@ -47,9 +48,19 @@ class Window:
 
 
 class PinnedBuffer:
-    """Memory that a CUDA device copies from and to by itself. Not measured on a GPU."""
+    """Memory that a CUDA device copies from and to by itself. Not measured on a GPU.
+
+    Registered, not allocated by PyTorch, whose allocator of pinned memory rounds up to powers of two and would take up to twice a budget.
+    Whoever copies holds this object until the device is through.
+    """
 
     def __init__(self, count: int) -> None:
-        self.tensor: Tensor = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-        self.address = self.tensor.data_ptr()
-        self.view = memoryview((ctypes.c_char * count).from_address(self.address)).cast("B")
+        pages = PageBuffer(count)
+        self.view = pages.view
+        self.address = pages.address
+        self.tensor: Tensor = torch.frombuffer(pages.view, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        assert runtime is not None
+        torch.cuda.check_error(int(runtime.cudaHostRegister(self.address, count, 0)))
+        # while the interpreter ends the driver may be gone already, and gives the pages back by itself
+        weakref.finalize(self, runtime.cudaHostUnregister, self.address).atexit = False

@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from recoup.errors import OffloadError
 from recoup.torch.offload.buffers import PageBuffer, PinnedBuffer
 from recoup.torch.offload.extents import Lease
-from recoup.torch.offload.memory import HostMemory, bytes_of
+from recoup.torch.offload.memory import HostMemory, bytes_of, exact
 from recoup.torch.offload.tickets import Transfer
 from recoup.torch.offload.workers import CLOSED, Job, Lane, Refused
 
@@ -128,7 +128,7 @@ class CudaCopier:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+        self._device = exact(device)
         self._out_stream = torch.cuda.Stream(self._device)
         self._back_stream = torch.cuda.Stream(self._device)
         self._running: deque[_StreamCopy] = deque()  # holds leases until the device is through with them

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recoup.cost import Target
 from recoup.torch.offload.extents import BLOCK, Lease, blocks_of
-from recoup.torch.offload.memory import buffers_for, fresh_bytes, memory_of
+from recoup.torch.offload.memory import buffers_for, exact, fresh_bytes, memory_of
 from recoup.torch.offload.requests import Requests, SystemRequests
 from recoup.torch.offload.spool import ReadJob, Spool, WriteJob
 from recoup.torch.offload.store import Fetch, Ticket
@@ -44,7 +44,7 @@ class DiskStore:
     Attributes:
         directory: as given.
         direct: whether the file is read and written past the page cache; if not, the filesystem cannot do that.
-        staging_bytes: bytes of all buffers.
+        staging_bytes: bytes of all buffers, where they are in the memory of the device: 0 on CUDA.
 
     Raises:
         OffloadError: the directory cannot be used; the message says what to do.
@@ -67,14 +67,14 @@ class DiskStore:
         assert chunk_bytes > 0
         assert chunk_bytes % BLOCK == 0
         self.directory = Path(directory)
-        self.staging_bytes = 2 * workers * chunk_bytes
-        self._device = torch.device(device)
+        self._device = exact(device)
+        on_cuda = self._device.type == "cuda"
+        self.staging_bytes = 0 if on_cuda else 2 * workers * chunk_bytes
         self._chunk_bytes = chunk_bytes
         self._spool = Spool(self.directory, limit_bytes, requests or SystemRequests(), allow_memory_filesystem=allow_memory_filesystem)
         self.direct = self._spool.file.direct
         self._writes = Lane("offload-write", buffers_for(self._device, workers, chunk_bytes))
         self._reads = Lane("offload-read", buffers_for(self._device, workers, chunk_bytes))
-        on_cuda = self._device.type == "cuda"
         self._out_stream = torch.cuda.Stream(self._device) if on_cuda else None
         self._back_stream = torch.cuda.Stream(self._device) if on_cuda else None
         self._finalizer = weakref.finalize(self, _retire, self._writes, self._reads)
@@ -96,7 +96,7 @@ class DiskStore:
         """Starts to write; see :class:`recoup.torch.offload.store.Store`."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if storage.device.type != self._device.type:
+        if storage.device != self._device:
             return self._refused(nbytes, f"the tensor is on {storage.device}, the store moves those on {self._device}")
         lease = None if self._spool.foreign else self._spool.space.lease(nbytes)
         if lease is None:

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from recoup.cost import Target
 from recoup.errors import OffloadError
 from recoup.torch.offload.extents import BLOCK, Lease, Space, blocks_of
-from recoup.torch.offload.memory import fresh_bytes
+from recoup.torch.offload.memory import exact, fresh_bytes
 from recoup.torch.offload.store import Fetch, Ticket
 from recoup.torch.offload.tickets import Arrival, StoredTicket, Transfer
 from recoup.torch.offload.workers import Refused
@@ -81,7 +81,7 @@ class HostStore:
 
     def __init__(self, copier: Copier, *, device: torch.device | str, limit_bytes: int) -> None:
         self._copier = copier
-        self._device = torch.device(device)
+        self._device = exact(device)
         self._limit_bytes = limit_bytes // BLOCK * BLOCK
         self._spaces: list[Space] = []
         self._pool_bytes = 0
@@ -119,7 +119,7 @@ class HostStore:
         """Starts to copy; see :class:`recoup.torch.offload.store.Store`."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if storage.device.type != self._device.type:
+        if storage.device != self._device:
             return self._refused(nbytes, f"the tensor is on {storage.device}, the store moves those on {self._device}")
         if foreign := self._copier.foreign():
             return self._refused(nbytes, foreign)

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from recoup.torch.offload.buffers import Buffer, PageBuffer, PinnedBuffer
 
-__all__ = ["CudaMemory", "HostMemory", "Memory", "buffers_for", "bytes_of", "fresh_bytes", "memory_of"]
+__all__ = ["CudaMemory", "HostMemory", "Memory", "buffers_for", "bytes_of", "exact", "fresh_bytes", "memory_of"]
 
 
 class Memory(Protocol):
@@ -73,6 +73,12 @@ class CudaMemory:
 def memory_of(storage: UntypedStorage, stream: torch.cuda.Stream | None) -> Memory:
     """The memory of a storage; ``stream`` is the lane's own where the storage is on a CUDA device."""
     return HostMemory(storage) if stream is None else CudaMemory(storage, stream)
+
+
+def exact(device: torch.device | str) -> torch.device:
+    """The device with its number, as tensors on it name it."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def buffers_for(device: torch.device, number: int, count: int) -> list[Buffer]:
