@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+from torch import Tensor
 
 from recoup.errors import OffloadError
-from recoup.torch.offload import DiskStore
+from recoup.torch.offload import DiskStore, Fetch, Ticket
 from recoup.torch.offload.files import free_bytes
 from tests.offload.conftest import MIB
 from tests.offload.faults import FaultyRequests, failing, interrupted, short, slow
@@ -241,6 +243,44 @@ def test_transfers_run_in_order(directory: Path) -> None:
     while not tickets[-1].done():
         ended = [ticket.done() for ticket in reversed(tickets)]  # asked later, an earlier one has ended if a later one had
         assert ended == sorted(ended)
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_storing_fetching_and_freeing(directory: Path, seed: int) -> None:
+    random = Random(seed)
+
+    def at_times_late(turn: int, count: int) -> int:
+        return slow(random.choice((0.0, 0.0, 0.002)))(turn, count)
+
+    requests = FaultyRequests(write=at_times_late, read=at_times_late)
+    store = DiskStore(directory, requests=requests, chunk_bytes=16384, limit_bytes=MIB)
+    held: list[tuple[Tensor, Ticket]] = []
+    coming: list[tuple[Tensor, Fetch]] = []
+    full = 0
+    for number in range(300):
+        kind = random.random()
+        if kind < 0.4:
+            source = torch.full((random.randrange(1, 20_000),), float(number))
+            ticket = store.put(source)
+            full += "has no room" in (ticket.failure if ticket.done() else "")
+            held.append((source, ticket))
+        elif kind < 0.65 and held:
+            source, ticket = random.choice(held)
+            if not (ticket.done() and ticket.failure):
+                coming.append((source, ticket.fetch()))
+        elif kind < 0.9 and held:
+            held.pop(random.randrange(len(held)))[1].free()
+        elif coming:
+            source, fetch = coming.pop(random.randrange(len(coming)))
+            assert torch.equal(fetch.get().view(torch.float32), source)
+    for source, fetch in coming:
+        assert torch.equal(fetch.get().view(torch.float32), source)
+    held.clear()
+    del ticket
+    wait_until(lambda: store.used_bytes == 0)
+    assert os.fstat(store._spool.file.fd).st_size <= MIB
+    assert full  # the limit was met, too
     store.close()
 
 

@@ -57,16 +57,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     versions = {"recoup": __version__, "python": platform.python_version(), **dict(_installed())}
     settings: dict[str, str] = {}
     checks: list[Checked] = []
+    # First, before the self-tests keep the machine busy, and so that a directory that will not do is refused at once.
+    access, links = ([], []) if args.offload_dir is None else _offload_links(args.offload_dir, versions)
     if "torch" in versions:
         settings, checks = _torch_settings(), [*_torch_checks()]
     if "jax" in versions:
         checks.extend(_jax_checks())
     if not checks:
         checks = [_Check("front-end", False, "none installed: pip install 'recoup[torch]' or pip install 'recoup[jax]'")]
-    links: list[OffloadLink] = []
-    if args.offload_dir is not None:
-        check, links = _offload_links(args.offload_dir, versions)
-        checks.append(check)
+    checks.extend(access)
     facts = {"versions": versions, "settings": settings, "checks": check_facts(checks)}
     if links:
         facts["links"] = msgspec.to_builtins(links)
@@ -98,12 +97,13 @@ def _torch_checks() -> Sequence[Checked]:
     return [_meter_check(), *doctor()]
 
 
-def _offload_links(directory: Path, versions: dict[str, str]) -> tuple[Checked, list[OffloadLink]]:
+def _offload_links(directory: Path, versions: dict[str, str]) -> tuple[list[Checked], list[OffloadLink]]:
     if "torch" not in versions:
         raise MissingExtra("links for offloaded activations are measured with PyTorch, which is not installed: pip install 'recoup[torch]'")
     from recoup.torch.doctor import offload_links
 
-    return offload_links(directory)
+    check, links = offload_links(directory)
+    return [check], links
 
 
 def _jax_checks() -> Iterator[Checked]:

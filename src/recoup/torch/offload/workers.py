@@ -170,7 +170,7 @@ class Lane:
 def _serve(lane: Lane, buffer: Any) -> None:
     while (job := lane._take()) is not None:
         job.run(buffer, lane)
-        del job  # holds a lease, which must not wait for the next job to come
+        del job  # nothing is held while the lane waits for another
 
 
 _LIVE: weakref.WeakSet[Lane] = weakref.WeakSet()
