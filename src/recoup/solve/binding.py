@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from recoup.graph import StepGraph
 from recoup.graph.site import collapse
 from recoup.simulate.judge import Run, run
-from recoup.solve.strategy import Price
+from recoup.solve.strategy import Choice
 from recoup.units import format_bytes
 
 __all__ = ["binding_in_words"]
@@ -15,12 +13,12 @@ __all__ = ["binding_in_words"]
 _MOMENTS = 3
 
 
-def binding_in_words(graph: StepGraph, recompute: frozenset[int], held_from: Mapping[int, int], price: Price | None) -> tuple[str, ...]:
+def binding_in_words(graph: StepGraph, choice: Choice) -> tuple[str, ...]:
     """One line for each of the moments that bind most: the operation, its share of the price, the modules that hold most there."""
-    if price is None or not price.moments:
+    if choice.price is None or not choice.price.moments:
         return ()
-    lived = run(graph, recompute, held_from)
-    return tuple(_line(graph, lived, at, share) for at, share in price.moments[:_MOMENTS])
+    lived = run(graph, choice.recompute, choice.held_from, choice.offload)
+    return tuple(_line(graph, lived, at, share) for at, share in choice.price.moments[:_MOMENTS])
 
 
 def _line(graph: StepGraph, lived: Run, at: int, share: float) -> str:

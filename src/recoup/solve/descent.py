@@ -16,7 +16,7 @@ from recoup.solve.choice import runnable
 from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
 from recoup.solve.strategy import Choice
 
-__all__ = ["Judged", "has_room", "hold_more", "judge", "judge_choice", "keep_more", "lower_peak", "tries_for"]
+__all__ = ["Judged", "delays", "has_room", "hold_more", "judge", "judge_choice", "keep_more", "lower_peak", "tries_for"]
 
 
 # How many operations local search may simulate at a time, and within which limits that many plans.
@@ -151,7 +151,7 @@ def _moves(index: Replays, best: Judged, dropping: frozenset[int]) -> Iterator[t
     at = int(np.argmax(best.run.bytes_at))
     moment = best.run.moment(at)
     recorded, copies = best.run.live(moment)
-    yield from _delays(index, best, moment, copies)
+    yield from delays(index, best, moment, copies)
     biggest = sorted({v for v in recorded if v in dropping and v not in best.recompute}, key=lambda v: (-index.bytes[v], v))
     for v in biggest[:24]:
         yield best.recompute | {v}, best.since
@@ -163,7 +163,7 @@ def _moves(index: Replays, best: Judged, dropping: frozenset[int]) -> Iterator[t
         yield best.recompute - {v}, best.since
 
 
-def _delays(index: Replays, best: Judged, moment: Moment, copies: list[int]) -> Iterator[tuple[frozenset[int], Mapping[int, int]]]:
+def delays(index: Replays, best: Judged, moment: Moment, copies: list[int]) -> Iterator[tuple[frozenset[int], Mapping[int, int]]]:
     """Hold the copies that stand at the peak, and that nobody has asked for yet, only from the next moment on: all, then each."""
     if not can_wait(index):
         return

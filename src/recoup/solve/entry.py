@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recoup.cost import OffloadLink
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
 from recoup.plan import STATIC, Capabilities, Plan, gears_of
@@ -15,6 +16,7 @@ from recoup.solve.classics import Revolve, Rotor
 from recoup.solve.hierarchy import Hierarchy
 from recoup.solve.moments import moment_in_words, standing_in_words
 from recoup.solve.named import NAMED
+from recoup.solve.offload import joint_of, routes_of
 from recoup.solve.optimal import Optimal, bound_seconds
 from recoup.solve.planning import plan_of
 from recoup.solve.strategy import Choice, Problem, Progress, Strategy
@@ -50,8 +52,14 @@ def solve(
     time_limit_seconds: float = 20.0,
     free_bytes: int | None = None,
     progress: Progress | None = None,
+    offload: OffloadLink | Sequence[OffloadLink] | None = None,
+    host_budget: str | int | None = None,
+    disk_budget: str | int | None = None,
 ) -> Plan:
     """A plan whose simulated peak is within the budget.
+
+    With ``offload`` activations may also wait in the host's memory or on disk. The plan is never slower than the one that
+    recomputes alone, nor than the one that offloads alone.
 
     Args:
         graph: the recorded step.
@@ -61,14 +69,18 @@ def solve(
         time_limit_seconds: how long to search; when it runs out the best plan so far is returned.
         free_bytes: what the device can give, for ``auto``.
         progress: called with (done, total, text).
+        offload: the link that activations may be offloaded over, as measured, or several of which the plan uses one.
+        host_budget: most bytes that may wait in the host's memory at once, such as ``16GiB``; without it there is no limit.
+        disk_budget: most bytes that may wait on disk at once.
 
     Raises:
-        UsageError: the budget, strategy or gear is malformed.
+        UsageError: the budget, strategy or gear is malformed, or the gear or strategy cannot offload.
         InfeasibleBudget: no plan within the budget was found; the error has the least peak found, in bytes.
         PlanMismatch: a strategy chose what the executor cannot run.
     """
     started = time.perf_counter()
     chosen, executors = strategy_of(strategy), executors_of(gear, graph.frontend)
+    chosen = joint_of(chosen, routes_of(offload, host_budget, disk_budget, executors))
     unplanned = simulate(graph)
     budget_bytes = None if budget is None else parse_budget(budget).resolve(unplanned.peak_bytes, free_bytes)
     best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress))
@@ -124,7 +136,7 @@ def decide(
         PlanMismatch: the strategy chose what the executor cannot run.
     """
     choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress, useless_seconds, warm))
-    simulation = simulate(graph, choice.recompute, executor, choice.held_from)
+    simulation = simulate(graph, choice.recompute, executor, choice.held_from, choice.offload)
     return Decided(executor, choice, simulation, budget_bytes is None or simulation.peak_bytes <= budget_bytes)
 
 
@@ -171,7 +183,7 @@ def _infeasible(graph: StepGraph, budget_bytes: int, name: str, best: Decided, u
     simulation = best.simulation
     moment = moment_in_words(graph, simulation)
     share = simulation.peak_bytes / max(unplanned.peak_bytes, 1)
-    other = "" if name == "optimal" else ", strategy='optimal'"
+    other = "" if name in ("optimal", "joint") else ", strategy='optimal'"
     gear = ", gear='live'" if best.executor.name == STATIC.name else ""
     return InfeasibleBudget(
         f"no plan of strategy {name!r} fits {format_bytes(budget_bytes)} in the {best.executor.name} gear"

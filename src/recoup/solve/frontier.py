@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recoup.cost import OffloadLink
 from recoup.graph import StepGraph
 from recoup.plan import Capabilities
 from recoup.simulate import Simulation, simulate
@@ -15,6 +16,7 @@ from recoup.solve.entry import Decided, best_of, decide_all, executors_of, strat
 from recoup.solve.holds import can_wait
 from recoup.solve.least import least_judged, least_peak
 from recoup.solve.named import NAMED
+from recoup.solve.offload import Joint, routes_of
 from recoup.solve.optimal import Optimal
 from recoup.solve.planning import gap_of
 from recoup.solve.strategy import Problem, Progress, Strategy, takes_budgets
@@ -66,8 +68,11 @@ def frontier(
     time_limit_seconds: float = 20.0,
     free_bytes: int | None = None,
     progress: Progress | None = None,
+    offload: OffloadLink | Sequence[OffloadLink] | None = None,
+    host_budget: str | int | None = None,
+    disk_budget: str | int | None = None,
 ) -> tuple[FrontierPoint, ...]:
-    """Points of ``optimal`` for each budget, and one of each other strategy.
+    """Points of ``optimal`` for each budget, and one of each other strategy; with ``offload`` also points of ``joint``.
 
     Args:
         graph: the recorded step.
@@ -77,6 +82,9 @@ def frontier(
         time_limit_seconds: for each point.
         free_bytes: what the device can give, for the budget ``auto``.
         progress: called with (points done, points in all, text).
+        offload: as for ``solve``.
+        host_budget: as for ``solve``.
+        disk_budget: as for ``solve``.
 
     Over growing budgets the time of a strategy never rises: a plan for a smaller budget serves a larger one.
 
@@ -85,6 +93,9 @@ def frontier(
     """
     executors = executors_of(gear, graph.frontend)
     chosen = [strategy_of(strategy) for strategy in strategies] if strategies is not None else _default_strategies(graph)
+    routes = routes_of(offload, host_budget, disk_budget, executors)
+    if routes is not None:
+        chosen = [Joint(routes), *chosen]
     unplanned = simulate(graph)
     amounts = _amounts(graph, budgets, executors, unplanned, free_bytes)
     total = sum(len(amounts) if takes_budgets(strategy) else 1 for strategy in chosen)
@@ -154,7 +165,7 @@ def _curve(
 def _point(graph: StepGraph, strategy: Strategy, budget: int, best: Decided, bound: float | None, unplanned: Simulation) -> FrontierPoint:
     seconds = best.simulation.step_seconds
     choice = best.choice
-    if not choice.recompute:
+    if choice.drops_nothing:
         bound = unplanned.step_seconds
     return FrontierPoint(
         strategy=strategy.name,
@@ -167,7 +178,7 @@ def _point(graph: StepGraph, strategy: Strategy, budget: int, best: Decided, bou
         gap=gap_of(seconds, bound) if best.feasible else None,
         feasible=best.feasible,
         price_seconds_per_byte=choice.price.seconds_per_byte if choice.price else None,
-        binding=next(iter(binding_in_words(graph, choice.recompute, choice.held_from, choice.price)), ""),
+        binding=next(iter(binding_in_words(graph, choice)), ""),
     )
 
 

@@ -9,9 +9,10 @@ from recoup.graph import StepGraph, Storage
 from recoup.graph.site import collapse, collapse_pairs, op_name
 from recoup.plan import Capabilities, Decision, Plan
 from recoup.plan.plan import Action
-from recoup.simulate import ALWAYS, Simulation, plan_holds, plan_ids
+from recoup.simulate import ALWAYS, Simulation, plan_holds, plan_ids, plan_offload
 from recoup.simulate.index import Replays, replays
 from recoup.solve.binding import binding_in_words
+from recoup.solve.offload.words import offload_decisions, traffic_of
 from recoup.solve.strategy import Choice
 from recoup.units import format_seconds
 
@@ -33,7 +34,7 @@ def plan_of(
 ) -> Plan:
     """The plan that says just this choice: its recompute sites name the chosen storages and no others."""
     index = replays(graph)
-    bound = choice.bound_seconds if choice.recompute else unplanned.step_seconds
+    bound = unplanned.step_seconds if choice.drops_nothing else choice.bound_seconds
     plan = Plan(
         frontend=graph.frontend,
         fingerprint=graph.fingerprint,
@@ -49,16 +50,19 @@ def plan_of(
         bound_seconds=bound or 0.0,
         gap=gap_of(simulation.step_seconds, bound),
         price_seconds_per_byte=choice.price.seconds_per_byte if choice.price else None,
-        binding=binding_in_words(graph, choice.recompute, choice.held_from, choice.price),
+        binding=binding_in_words(graph, choice),
         solve_seconds=solve_seconds,
         root_calls=graph.root_calls,
         watch=_watched(index, choice.recompute),
+        traffic=traffic_of(choice.offload, simulation),
         decisions=(
             *_decisions(index, choice.recompute, "recompute", choice.held_from),
+            *offload_decisions(index, choice.offload, executor),
             *_decisions(index, _leaves(index, choice.recompute), "keep", ALWAYS),
         ),
     )
     assert plan_ids(graph, plan) == choice.recompute, "sites of activations are not unique"
+    assert plan_offload(graph, plan) == choice.offload, "sites of activations are not unique"
     assert plan_holds(graph, plan) == choice.held_from, "a range of sites lost its companion"
     return plan
 

@@ -74,6 +74,7 @@ class Program:
         self.hold: dict[int, int] = {}
         self.replay: dict[int, int] = {}
         self.entries: list[Entry] = []
+        self.frames: dict[tuple[str, int], int] = {}
         self.scale = COST_SCALE / max(index.base_seconds, 1e-12)
         for v in sorted(frame.dropping):
             self.recompute[v] = self._column(0.0, True)
@@ -89,21 +90,24 @@ class Program:
         return len(self.cost) - 1
 
     def _structure(self) -> None:
-        frames: dict[tuple[str, int], int] = {}
         for op in sorted({op for v in self.recompute for op in self.index.ops_of[v]}):
             mine = [v for v in self.index.own[op] if v in self.recompute and op in self.index.ops_of[v]]
             column = self._replay_column(op, mine)
             self._inputs(op, mine, column)
-            frame = self.index.frame_of[op]
-            size = self.index.frame_ops.get(frame, 0)
-            if self.executor.capture_seconds and size:
-                if frame not in frames:
-                    frames[frame] = self._column(self.executor.capture_seconds * size * self.scale, False)
-                self.entries.append(([frames[frame], column], [1.0, -1.0], 0.0))
+            self._capture(op, column)
         for v in self.windows.optional:
             if v in self.hold and v in self.recompute:
                 # Kept and recomputed at once buys nothing.
                 self.entries.append(([self.hold[v], self.recompute[v]], [-1.0, -1.0], -1.0))
+
+    def _capture(self, op: int, column: int) -> None:
+        """What ``column`` decides on captures the module call of an operation."""
+        frame = self.index.frame_of[op]
+        size = self.index.frame_ops.get(frame, 0)
+        if self.executor.capture_seconds and size:
+            if frame not in self.frames:
+                self.frames[frame] = self._column(self.executor.capture_seconds * size * self.scale, False)
+            self.entries.append(([self.frames[frame], column], [1.0, -1.0], 0.0))
 
     def _replay_column(self, op: int, mine: list[int]) -> int:
         seconds = (self.index.graph.ops[op].seconds + self.executor.replay_seconds) * self.scale

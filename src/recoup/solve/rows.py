@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,10 +51,14 @@ class Rows:
         """Add proven rows where the choice is over the budget; returns how many are new."""
         profile = self.profile(kept, recomputed)
         fresh = [at for at in spread(profile, budget) if at not in self.proven]
-        for at in fresh:
+        self.add_rows(fresh)
+        return len(fresh)
+
+    def add_rows(self, moments: Iterable[int]) -> None:
+        """Add the proven rows of these operations."""
+        for at in moments:
             copied = tuple(v for v, spans in self.windows.rebuilt.items() if any(start <= at < end for start, end in spans))
             self.proven[at] = Row(at, int(self.windows.base[at]), self._kept(at), copied, True)
-        return len(fresh)
 
     def _kept(self, at: int) -> tuple[int, ...]:
         return tuple(self._ids[place] for place in np.flatnonzero((self._start <= at) & (self._end > at)))

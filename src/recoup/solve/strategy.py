@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from recoup.errors import UsageError
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, Capabilities
+from recoup.simulate.offload import Offload
 
 if TYPE_CHECKING:
     from recoup.solve.warm import Warm
@@ -82,6 +83,7 @@ class Choice:
         note: what a person should know about the search.
         held_from: for storages that are recomputed more than once, the one from whose unpacking on copies are held.
         price: what memory is worth at this budget, or None.
+        offload: what waits on the host or on disk, and how it moves; None where nothing does.
     """
 
     recompute: frozenset[int]
@@ -89,6 +91,12 @@ class Choice:
     note: str = ""
     held_from: Mapping[int, int] = field(default_factory=dict)
     price: Price | None = None
+    offload: Offload | None = None
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the step is left as it is."""
+        return not self.recompute and self.offload is None
 
 
 class Strategy(Protocol):

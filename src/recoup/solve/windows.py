@@ -16,7 +16,7 @@ from recoup.simulate.index import Replays
 from recoup.simulate.judge import alive_bytes
 from recoup.solve.choice import droppable
 
-__all__ = ["Windows", "windows"]
+__all__ = ["Windows", "rebuilt_spans", "windows"]
 
 Span = tuple[int, int]
 
@@ -61,7 +61,7 @@ def windows(index: Replays, executor: Capabilities) -> Windows:
     for v in needed | idle:
         ends[v] = index.unheld[v]
     during, across = alive_bytes(index, ends)
-    return Windows(dropping, needed, idle | unsaved, held, _rebuilt(index, needed), during + index.scratch, across)
+    return Windows(dropping, needed, idle | unsaved, held, rebuilt_spans(index, needed), during + index.scratch, across)
 
 
 def _is_forward(index: Replays, producer: int | None) -> bool:
@@ -87,7 +87,8 @@ def _least_holds(index: Replays, dropping: frozenset[int]) -> dict[int, int]:
     return least
 
 
-def _rebuilt(index: Replays, needed: frozenset[int]) -> dict[int, tuple[Span, ...]]:
+def rebuilt_spans(index: Replays, needed: frozenset[int]) -> dict[int, tuple[Span, ...]]:
+    """For each storage the operations at which its copies stand at least, one span for each backward pass."""
     spans: dict[tuple[int, int], Span] = {}
     for event in index.events:
         if event.storage in needed:

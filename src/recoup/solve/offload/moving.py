@@ -1,0 +1,61 @@
+"""What can move over a link, and when: the facts of one step that every search for offloads shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recoup.cost import OffloadLink
+from recoup.simulate.index import Replays
+from recoup.simulate.offload import offloadable, puts_of
+from recoup.solve.holds import first_asks
+
+__all__ = ["Moving", "moving_of"]
+
+# A storage that occupies the link so many times longer than its bytes alone would is not worth its transfer.
+_CRUMB = 25.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moving:
+    """The storages that are worth a place on a link.
+
+    Attributes:
+        storages: their ids, in the order in which they are put on their way.
+        put: for each the gap at which it is put.
+        ask: for each the gap at which the backward first asks for it.
+        largest: bytes of the largest of them, 0 if there are none.
+        clock: seconds of the unplanned step until each gap.
+    """
+
+    storages: tuple[int, ...]
+    put: dict[int, int]
+    ask: dict[int, int]
+    largest: int
+    clock: NDArray[np.float64]
+
+
+def moving_of(index: Replays, link: OffloadLink) -> Moving:
+    """What of a step can move over a link to any use: it leaves memory before it is asked for, and is no crumb."""
+    asks = first_asks(index)
+    found = frozenset(
+        v for v in offloadable(index) if index.unheld[v] < index.events[asks[v]].gap and not _crumb(index.bytes[v], link)
+    )  # fmt: skip
+    puts = puts_of(index.graph, found)
+    seconds = np.array([op.seconds for op in index.graph.ops])
+    total = float(seconds.sum())
+    clock = np.concatenate([[0.0], np.cumsum(seconds * (index.base_seconds / total if total else 1.0))])
+    return Moving(
+        storages=tuple(v for _, v in puts),
+        put={v: gap for gap, v in puts},
+        ask={v: index.events[asks[v]].gap for v in found},
+        largest=max((index.bytes[v] for v in found), default=0),
+        clock=clock,
+    )
+
+
+def _crumb(count: int, link: OffloadLink) -> bool:
+    bare = count / link.write_bytes_per_second + count / link.read_bytes_per_second
+    return 2 * link.latency_seconds > _CRUMB * bare

@@ -1,0 +1,266 @@
+"""Search for joint plans over one link: starts near the linear program, repairs, single changes, then changes through worse plans.
+
+All limits are amounts of work, counted in simulated operations, so that the same step, budget and link give the same plan on any
+machine; the time limit only cuts the search short.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from recoup.plan import Capabilities
+from recoup.simulate.offload import Offload
+from recoup.solve.descent import has_room
+from recoup.solve.offload.judged import JointJudged, judge_joint
+from recoup.solve.offload.moves import Change, Space, lowering, windows_of
+from recoup.solve.offload.relax import relaxed_choices
+
+__all__ = ["Search", "everything_out"]
+
+_SEED = 1
+# What simulating a plan takes beside its operations, counted in these.
+_OVERHEAD = 150
+_STARTS, _REPAIRS, _SWEEP = 3, 120, 60
+_CHANGES, _SHORT_REPAIRS, _IMPROVEMENTS = (1, 1, 2, 3), 20, 5
+_WORK, _ALLOWANCES = 400_000, (0.02, 0.005)
+_HOPELESS = 0.05
+
+
+class Search:
+    """One search: the best plan that fits, and all that was tried.
+
+    Args:
+        space: what can be chosen.
+        executor: what runs it.
+        budget: the peak allowed, in bytes.
+        enough: seconds of a step with which the search is content.
+        remaining: what is left of the time to search, in seconds.
+    """
+
+    def __init__(self, space: Space, executor: Capabilities, budget: int, enough: float, remaining: Callable[[], float]) -> None:
+        self.space, self.index, self.executor, self.budget = space, space.index, executor, budget
+        self.enough, self.remaining = enough, remaining
+        self.best: JointJudged | None = None
+        self.spent = 0
+        self.random = random.Random(_SEED)
+        self.base = self.index.base_seconds
+        self.op_seconds = [op.seconds + executor.replay_seconds for op in self.index.graph.ops]
+
+    # -- stages
+
+    def start(self) -> None:
+        """Plans near the linear programs of all windows; the best of them repaired and improved."""
+        found: dict[object, JointJudged] = {}
+        recomputing = bool(self.space.dropping)
+        for window in windows_of(self.space.moving)[1:]:
+            if self.late():
+                break
+            for one in relaxed_choices(
+                self.index, self.executor, self.space.moving, self.space.link, window, self.space.cap, self.budget, self.remaining,
+                recomputing,
+            ):  # fmt: skip
+                self.offer(one)
+                found[one.joint_key] = one
+        for one in sorted(found.values(), key=self._promise)[:_STARTS]:
+            self.polish(one)
+
+    def polish(self, found: JointJudged) -> None:
+        """Offer a choice, made to fit and improved."""
+        if not self.fits(found):
+            found = self.lowered(found, _REPAIRS)
+        if self.offer(found) and not self.content():
+            self.offer(self._swept(found))
+
+    def exchange(self, work: int = _WORK) -> None:
+        """Local search through worse plans from the best one on."""
+        begun = self.spent
+        for number, allowance in enumerate(_ALLOWANCES, 1):
+            if self.best is not None:
+                self._round(self.best, allowance, begun + work * number // len(_ALLOWANCES))
+
+    def lowered(self, found: JointJudged, tries: int, enough: int | None = None) -> JointJudged:
+        """The choice changed until its peak is no more than ``enough`` (the budget), or cannot be lowered."""
+        limit = self.budget if enough is None else enough
+        while tries > 0 and found.peak_bytes > limit and not self.late():
+            better = None
+            for change in lowering(self.space, found):
+                tries -= 1
+                other = self.judge(change)
+                if (other.peak_bytes, other.step_seconds) < (found.peak_bytes, found.step_seconds):
+                    better = other
+                    break
+                if tries <= 0:
+                    break
+            if better is None:
+                break
+            found = better
+        return found
+
+    # -- what they share
+
+    def judge(self, change: Change) -> JointJudged:
+        """A change, simulated."""
+        found = judge_joint(self.index, change.recompute, self.executor, change.since, change.offload)
+        self.spent += _OVERHEAD + self.index.count + len(found.run.replayed.ops)
+        return found
+
+    def fits(self, found: JointJudged) -> bool:
+        """Whether a choice is within the budget, and what it offloads has its place."""
+        return found.peak_bytes <= self.budget and (self.space.cap is None or found.offloaded_bytes <= self.space.cap)
+
+    def offer(self, found: JointJudged) -> bool:
+        """Take a plan if it fits and is better; says whether it fits."""
+        if not self.fits(found):
+            return False
+        if self.best is None or _rank(found) < _rank(self.best):
+            self.best = found
+        return True
+
+    def content(self) -> bool:
+        """Whether the best plan is good enough."""
+        return self.best is not None and self.best.step_seconds <= self.enough
+
+    def late(self) -> bool:
+        """Whether the time to search is over."""
+        return self.remaining() <= 0
+
+    def _promise(self, found: JointJudged) -> tuple[bool, float, int]:
+        """Plans that fit first, then by time and what they are over the budget, as if it cost as much of the time to be rid of."""
+        over = max(found.peak_bytes - self.budget, 0) / max(self.budget, 1)
+        return over > 0.1, found.step_seconds + over * self.base, found.peak_bytes
+
+    def _cost(self, found: JointJudged) -> dict[int, float]:
+        """What each dropped storage may cost: its replays, or its time on the link as far as the step waits for that."""
+        times = Counter(found.run.replayed.ops)
+        cost = {v: sum(self.op_seconds[op] * times[op] for op in self.index.ops_of[v] if op in times) for v in found.recompute}
+        transfers = found.run.transfers
+        if transfers is not None:
+            moved: Counter[int] = Counter()
+            for move in transfers.moves:
+                moved[move.storage] += move.end_seconds - move.start_seconds  # type: ignore[assignment]
+            share = transfers.stall_seconds / (sum(moved.values()) or 1.0) + self.space.link.drag
+            cost.update({v: moved[v] * share + self.executor.replay_seconds for v in found.offloaded})
+        return cost
+
+    def _swept(self, found: JointJudged) -> JointJudged:
+        """Single changes for the better, the dearest storages first: kept where there is room, or gone the other way; other windows."""
+        cost = self._cost(found)
+        changes: list[Callable[[JointJudged], Change | None]] = []
+        for direction in ("write", "read"):
+            changes.extend(_window_change(self.space, direction, step) for step in (1, -1))
+        tries = _SWEEP
+        for v in sorted(cost, key=lambda v: (-cost[v], v))[:_SWEEP]:
+            changes.extend(self._for_the_better(v))
+        for change in changes:
+            if tries <= 0 or self.late():
+                break
+            made = change(found)
+            if made is None:
+                continue
+            tries -= 1
+            other = self.judge(made)
+            if self.fits(other) and _rank(other) < _rank(found):
+                found = other
+        return found
+
+    def _for_the_better(self, v: int) -> Iterable[Callable[[JointJudged], Change | None]]:
+        def keep(found: JointJudged) -> Change | None:
+            dropped = v in found.recompute or v in found.offloaded
+            return self.space.kept(found, v) if dropped and has_room(self.index, found, v, self.budget) else None
+
+        def other(found: JointJudged) -> Change | None:
+            if v in found.recompute:
+                return self.space.offloaded(found, v)
+            return self.space.recomputed(found, v) if v in found.offloaded else None
+
+        return keep, other
+
+    def _round(self, current: JointJudged, allowance: float, work: int) -> None:
+        """From a plan on, with an allowance that falls to nothing as the work done comes to ``work``."""
+        begun = self.spent
+        while self.spent < work and not self.content() and not self.late():
+            found = self._changed(current)
+            if not self.fits(found):
+                found = self.lowered(found, _SHORT_REPAIRS)
+            if not self.fits(found):
+                continue
+            if found.step_seconds < current.step_seconds + _HOPELESS * self.base:
+                found = self._improved(found)
+            left = max(work - self.spent, 0) / max(work - begun, 1)
+            if found.step_seconds < current.step_seconds + allowance * self.base * left * self.random.random() ** 2:
+                current = found
+            self.offer(found)
+
+    def _changed(self, current: JointJudged) -> JointJudged:
+        """The current plan with some decisions changed."""
+        found = current
+        for _ in range(self.random.choice(_CHANGES)):
+            change = self._drawn_change(found)
+            if change is not None:
+                found = judge_joint(self.index, change.recompute, self.executor, change.since, change.offload)
+                self.spent += _OVERHEAD + self.index.count + len(found.run.replayed.ops)
+        return found
+
+    def _drawn_change(self, found: JointJudged) -> Change | None:
+        space, kind, cost = self.space, self.random.random(), self._cost(found)
+        dropped = sorted(cost)
+        if kind < 0.1:
+            return space.windowed(found, self.random.choice(("write", "read")), self.random.choice((-1, 1)))
+        if kind < 0.65 and dropped:
+            v = self._drawn(dropped, [cost[u] for u in dropped])
+            if kind < 0.35:
+                return space.kept(found, v)
+            return space.offloaded(found, v) if v in found.recompute else space.recomputed(found, v)
+        kept = sorted((space.movable | space.dropping) - found.recompute - found.offloaded)
+        if not kept:
+            return None
+        v = self._drawn(kept, [float(self.index.bytes[u]) for u in kept])
+        first, second = space.offloaded, space.recomputed
+        if self.random.random() < 0.4:
+            first, second = second, first
+        return first(found, v) or second(found, v)
+
+    def _drawn(self, storages: Sequence[int], weights: Sequence[float]) -> int:
+        least = (sum(weights) or 1.0) / len(weights) * 0.05
+        return self.random.choices(storages, [weight + least for weight in weights])[0]
+
+    def _improved(self, found: JointJudged) -> JointJudged:
+        """A few single changes for the better."""
+        for _ in range(_IMPROVEMENTS):
+            cost = self._cost(found)
+            storages = [v for v in sorted(cost) if has_room(self.index, found, v, self.budget)]
+            if found.since and self.random.random() < 0.3:
+                v = self.random.choice(sorted(found.since))
+                since = {u: moment for u, moment in found.since.items() if u != v}
+                change: Change | None = Change(found.recompute, since, found.offload)
+            elif storages:
+                change = self.space.kept(found, self._drawn(storages, [cost[v] for v in storages]))
+            else:
+                change = self.space.windowed(found, self.random.choice(("write", "read")), 1)
+            if change is None:
+                continue
+            other = self.judge(change)
+            if self.fits(other) and other.step_seconds < found.step_seconds:
+                found = other
+        return found
+
+
+def _window_change(space: Space, direction: str, step: int) -> Callable[[JointJudged], Change | None]:
+    return lambda found: space.windowed(found, direction, step)
+
+
+def _rank(found: JointJudged) -> tuple[float, int, int]:
+    return found.step_seconds, found.peak_bytes, found.offloaded_bytes
+
+
+def everything_out(space: Space, executor: Capabilities) -> JointJudged:
+    """All that can move moved, as far as there is place for it, with the smallest windows."""
+    chosen, total = set[int](), 0
+    for v in space.moving.storages:
+        count = space.index.bytes[v]
+        if space.cap is None or total + count <= space.cap:
+            chosen.add(v)
+            total += count
+    return judge_joint(space.index, frozenset(), executor, offload=Offload(frozenset(chosen), space.link, 0, 0))
