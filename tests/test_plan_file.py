@@ -54,6 +54,7 @@ def test_a_plan_is_text_that_a_person_can_compare() -> None:
         '  "solve_seconds": 0.0,\n'
         '  "root_calls": 1,\n'
         '  "watch": [],\n'
+        '  "traffic": null,\n'
         '  "stretches": {},\n'
         '  "decisions": [\n'
         '    {"site": "h.[0-11].mlp/gelu", "action": "recompute", "bytes": 400, "why": "rebuilt in 12 us"},\n'

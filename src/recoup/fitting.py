@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -20,6 +20,8 @@ from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
 from recoup.torch import Applied, Report
 from recoup.torch.free import free_bytes
+from recoup.torch.meter import device_of
+from recoup.torch.offload.links import Wanted, links_of
 from recoup.units import Budget, format_bytes, parse_budget
 from recoup.verify import Verification, verify
 
@@ -70,6 +72,9 @@ def fit(
     *,
     strategy: str | Strategy = "optimal",
     gear: str = "auto",
+    offload: Wanted | Sequence[Wanted] | None = None,
+    host_budget: str | int | None = None,
+    disk_budget: str | int | None = None,
     steps: int = 2,
     name: str = "step",
     progress: Progress | None = None,
@@ -82,6 +87,10 @@ def fit(
         budget: of the whole step's peak: ``"6GiB"``, ``"60%"`` of the unplanned peak, ``"auto"``, or bytes.
         strategy: ``optimal``, or a named strategy.
         gear: ``live``, ``static``, or ``auto`` for the one that is faster by the simulation.
+        offload: where activations may wait out of memory: ``"host"``, ``"disk:/scratch"``, a directory as a ``Path``, a measured
+            ``OffloadLink``, or several of these. Links that are not given as such are measured first.
+        host_budget: most bytes that may wait in the host's memory.
+        disk_budget: most bytes that may wait on disk.
         steps: how many steps are compared, planned with unplanned.
         progress: called with what is done, of how much, and a text.
 
@@ -89,6 +98,7 @@ def fit(
         InfeasibleBudget: nothing found fits; the error carries the least peak that does.
         VerifyFailure: the planned step differs from the unplanned one, or stays above the budget after corrections.
         CaptureError: the step cannot be recorded.
+        OffloadError: the place to offload to cannot be used.
         UsageError: the budget or an option cannot be understood.
     """
     wanted = parse_budget(budget)
@@ -97,12 +107,14 @@ def fit(
     if steps < 1:
         raise UsageError(f"at least one step is compared, got steps={steps}")
     tell = progress or (lambda done, total, text: None)
+    links = links_of(offload, device_of(model))
+    away: dict[str, Any] = {"offload": links or None, "host_budget": host_budget, "disk_budget": disk_budget}
     graph = recoup.torch.record(step, model=model, name=name, progress=progress)
     # Resolved once: a corrected graph has a higher unplanned peak, which must not raise a budget given as a share of it.
     budget_bytes = wanted.resolve(simulate(graph).peak_bytes, free_bytes(model) if wanted.kind == "auto" else None)
     for round_number in range(_ROUNDS + 1):
         tell(0, 1, "solving")
-        plan = solve(graph, budget_bytes, strategy=strategy, gear=gear)
+        plan = solve(graph, budget_bytes, strategy=strategy, gear=gear, **away)
         verification = verify(model, step, plan, steps=steps, progress=progress)
         peak_bytes = verification.peak_bytes or 0
         if peak_bytes <= plan.budget_bytes or peak_bytes <= plan.peak_bytes:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
 from recoup.cli.console import Console
+from recoup.cli.offloading import add_offload, check_offload, links_for, refuse_offload
 from recoup.cli.workload import JaxWorkload, any_workload
 
 __all__ = ["configure", "run"]
@@ -20,17 +22,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="FILE.py:FUNCTION", help="the workload")
     add_sizes(parser)
     add_solver(parser)
+    add_offload(parser)
     add_output(parser, "the plan")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Fits the workload into the budget; 3 if the planned step does not verify."""
     check_solver(args)
+    check_offload(args)
     path = free_to_write(Path(args.output) if args.output else derived_name(args.source, ".plan.json"), args.force)
     workload = any_workload(args.source, args.set)
     if isinstance(workload, JaxWorkload):
         from recoup.cli import jax_steps
 
+        refuse_offload(args)
         console.message(f"Fitting {workload.name} into {args.budget}")
         return jax_steps.fit(args, console, workload, path)
 
@@ -42,9 +47,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from recoup.report.text import verification_summary
     from recoup.solve import explain
 
+    links = links_for(args, console, workload)
+    away: dict[str, Any] = {"offload": links, "host_budget": args.host_budget, "disk_budget": args.disk_budget}
     console.message(f"Fitting {workload.name} into {args.budget}")
     with console.progress("fit") as progress:
-        applied = fit(workload.model, workload.step, args.budget, strategy=args.strategy, gear=args.gear, progress=progress)
+        applied = fit(workload.model, workload.step, args.budget, strategy=args.strategy, gear=args.gear, **away, progress=progress)
     applied.remove()
     plan, verification = applied.plan, applied.verification
     save_plan(plan, path)

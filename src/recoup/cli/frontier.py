@@ -10,10 +10,11 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recoup.cli.arguments import GEARS, add_sizes, free_to_write, is_graph_file, wrote
 from recoup.cli.console import Console
+from recoup.cli.offloading import add_offload, check_offload, links_for, refuse_offload
 from recoup.cli.sources import graph_of, jax_source
 from recoup.errors import UsageError
 from recoup.units import parse_budget
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budgets", type=_listed, metavar="LIST", help="such as 40%%,60%%,2GiB (default: about ten that can be met)")
     parser.add_argument("--strategies", type=_listed, metavar="LIST", help="names with commas (default: optimal, those of one plan, rotor)")
     parser.add_argument("--gear", choices=GEARS, default="auto", help="how plans are run (default: the faster one)")
+    add_offload(parser)
     parser.add_argument("--measure", type=int, default=0, metavar="K", help="apply and measure K of the points (workload only)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the frontier (.png, .pdf or .svg)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the points as CSV")
@@ -42,8 +44,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Computes, measures, shows and writes the frontier."""
     _check(args)
+    check_offload(args)
     source = jax_source(args)
     if source is not None:
+        refuse_offload(args)
         return _of_jax(args, console, source)
     graph, workload = graph_of(args, console)
 
@@ -56,7 +60,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.torch.free import free_bytes
 
         free = free_bytes(workload.model)
-    options = {"budgets": args.budgets, "strategies": args.strategies, "gear": args.gear, "free_bytes": free}
+    options: dict[str, Any] = {"budgets": args.budgets, "strategies": args.strategies, "gear": args.gear, "free_bytes": free}
+    options |= {"offload": links_for(args, console, workload), "host_budget": args.host_budget, "disk_budget": args.disk_budget}
     with console.progress("frontier") as progress:
         points = frontier(graph, **options, progress=progress)
     measured: tuple[FrontierPoint, ...] = ()

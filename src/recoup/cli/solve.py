@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
 from recoup.cli.console import Console
+from recoup.cli.offloading import add_offload, check_offload, links_for, refuse_offload
 from recoup.cli.sources import graph_of, jax_source
 
 __all__ = ["configure", "run"]
@@ -20,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="GRAPH|FILE.py:FUNCTION", help="a recorded graph, or a workload to record")
     add_sizes(parser)
     add_solver(parser, required=False)
+    add_offload(parser)
     parser.add_argument("--time-limit", type=float, default=20.0, metavar="SECONDS", help="of the solver (default: 20)")
     add_output(parser, "the plan")
 
@@ -27,11 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Solves, writes the plan, and explains it."""
     budget = check_solver(args)
+    check_offload(args)
     path = free_to_write(Path(args.output) if args.output else derived_name(args.source, ".plan.json"), args.force)
     source = jax_source(args)
     if source is not None:
         from recoup.cli import jax_steps
 
+        refuse_offload(args)
         return jax_steps.solve(args, console, source, path)
     graph, workload = graph_of(args, console)
 
@@ -46,7 +51,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.torch.free import free_bytes
 
         free = free_bytes(workload.model)
-    options = {"strategy": args.strategy, "gear": args.gear, "time_limit_seconds": args.time_limit, "free_bytes": free}
+    options: dict[str, Any] = {"strategy": args.strategy, "gear": args.gear, "time_limit_seconds": args.time_limit, "free_bytes": free}
+    options |= {"offload": links_for(args, console, workload), "host_budget": args.host_budget, "disk_budget": args.disk_budget}
     with console.progress("solve") as progress:
         plan = solve(graph, budget, **options, progress=progress)
     save_plan(plan, path)

@@ -6,6 +6,7 @@ Gradients and buffers bit by bit, the measured peak with the prediction and the 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from recoup.cli.arguments import GEARS, add_sizes
 from recoup.cli.console import Console
@@ -21,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     parser.add_argument("--plan", required=True, metavar="FILE", help="the plan to verify")
     parser.add_argument("--steps", type=int, default=1, help="how many steps in a row to compare (default: 1)")
+    parser.add_argument("--offload-to", metavar="DIR", help="where activations go that the plan offloads to disk (default: as in the plan)")
     parser.add_argument("--gear", choices=GEARS[1:], help="run the plan in this gear (default: the plan's own)")
 
 
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from recoup.verify import verify
 
     console.message(f"Verifying {args.plan} on {workload.name}")
+    options: dict[str, Any] = {"steps": args.steps, "gear": args.gear, "offload_to": args.offload_to}
     with console.progress("verify") as progress:
-        verification = verify(workload.model, workload.step, plan, steps=args.steps, gear=args.gear, progress=progress)
+        verification = verify(workload.model, workload.step, plan, **options, progress=progress)
     console.data(verification_facts(verification), verification_summary(verification))
     return 0 if verification.passed else 3

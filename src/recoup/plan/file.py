@@ -65,8 +65,6 @@ def plan_json(plan: Plan) -> str:
     """The text of the plan file: two spaces of indent, but one line for each decision, so that plans can be compared by lines."""
     fields = msgspec.to_builtins(plan)
     decisions = fields.pop("decisions")
-    if plan.traffic is None:
-        del fields["traffic"]
     lines = [f"  {json.dumps(name)}: {_indented(value)}" for name, value in fields.items()]
     listed = ",\n".join(f"    {json.dumps(decision, ensure_ascii=False)}" for decision in decisions)
     lines.append(f'  "decisions": [\n{listed}\n  ]' if decisions else '  "decisions": []')

@@ -40,7 +40,7 @@ def price_in_words(plan: Plan) -> list[str]:
 def decisions_in_words(plan: Plan) -> list[str]:
     """What is recomputed and what is kept for replays, the largest groups first."""
     lines: list[str] = []
-    for action, title in (("recompute", "recompute"), ("offload", "offload to the host"), ("keep", "keep for replays")):
+    for action, title in (("recompute", "recompute"), ("offload", _away(plan)), ("keep", "keep for replays")):
         lines.extend(_decided([decision for decision in plan.decisions if decision.action == action], title))
     lines.extend(
         f"split {loop} into stretches of {', then '.join(map(str, lengths))} turns" for loop, lengths in sorted(plan.stretches.items())
@@ -48,6 +48,15 @@ def decisions_in_words(plan: Plan) -> list[str]:
     if plan.drops_nothing:
         lines.append("recompute nothing: the step is left as it is")
     return lines
+
+
+def _away(plan: Plan) -> str:
+    """Where offloaded storages wait, and over what."""
+    if plan.traffic is None:
+        return "offload to the host"
+    link = plan.traffic.link
+    rates = f"{link.write_bytes_per_second / 1e9:.2f} GB/s out, {link.read_bytes_per_second / 1e9:.2f} GB/s back, {link.provenance}"
+    return f"offload to {'disk' if link.target == 'disk' else 'the host'}{f' at {link.where}' if link.where else ''} ({rates})"
 
 
 def _decided(decisions: list[Decision], title: str) -> list[str]:

@@ -35,12 +35,13 @@ def open_outbox(
     traffic = plan.traffic
     if traffic is None or not plan.offload_sites:
         return None
-    store = _opened(traffic, device, where, limit_bytes) if where is None or isinstance(where, (str, Path)) else where
-    store.reserve(traffic.offloaded_bytes + _PADDING * len(plan.offload_sites))
+    room = traffic.offloaded_bytes + _PADDING * len(plan.offload_sites)
+    store = _opened(traffic, device, where, room, limit_bytes) if where is None or isinstance(where, (str, Path)) else where
+    store.reserve(room)
     return Outbox(store, traffic.write_window_bytes, tally)
 
 
-def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, limit_bytes: int | None) -> Store:
+def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, room: int, limit_bytes: int | None) -> Store:
     if traffic.link.target == "disk":
         from recoup.torch.offload.disk import DiskStore  # its threads and files only where a plan asks for them
 
@@ -54,6 +55,7 @@ def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, li
         raise OffloadError(
             f"the plan offloads to the host's memory, where activations on {device} are already; plan with a disk, or without offloading"
         )
+    from recoup.torch.offload.copiers import CudaCopier
     from recoup.torch.offload.host import HostStore
 
-    return HostStore(device, traffic.offloaded_bytes if limit_bytes is None else limit_bytes)
+    return HostStore(CudaCopier(device), device=device, limit_bytes=room if limit_bytes is None else limit_bytes)

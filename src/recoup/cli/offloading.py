@@ -1,0 +1,83 @@
+"""``--offload`` and the budgets that go with it, for verbs that solve."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recoup.errors import UsageError
+from recoup.units import parse_bytes
+
+if TYPE_CHECKING:
+    from recoup.cli.console import Console
+    from recoup.cli.workload import Workload
+    from recoup.cost import OffloadLink
+
+__all__ = ["add_offload", "check_offload", "links_for", "refuse_offload"]
+
+
+def add_offload(parser: argparse.ArgumentParser) -> None:
+    """``--offload``, ``--host-budget`` and ``--disk-budget``."""
+    parser.add_argument(
+        "--offload", action="append", default=[], metavar="host|disk:DIR|LINKS.json",
+        help="let activations wait in the host's memory or on a disk, over a link measured now or by 'doctor --offload-dir' (repeatable)",
+    )  # fmt: skip
+    parser.add_argument("--host-budget", metavar="BYTES", help="the most that may wait in the host's memory, such as 16GiB")
+    parser.add_argument("--disk-budget", metavar="BYTES", help="the most that may wait on disk")
+
+
+def check_offload(args: argparse.Namespace) -> None:
+    """Refuses before the work what would fail after it.
+
+    Raises:
+        UsageError: an amount or a target is malformed, a directory or file of links is not there, or there is a budget and no target.
+    """
+    for text in (args.host_budget, args.disk_budget):
+        if text is not None:
+            parse_bytes(text)
+    if not args.offload and (args.host_budget or args.disk_budget):
+        raise UsageError("--host-budget and --disk-budget limit what --offload moves; give it too")
+    for wanted in args.offload:
+        if wanted.endswith(".json"):
+            _read(wanted)
+        elif wanted != "host" and not (wanted.startswith("disk:") and Path(wanted.removeprefix("disk:")).is_dir()):
+            raise UsageError(f"--offload takes host, disk:DIRECTORY (one that exists) or a file of links, not {wanted!r}")
+
+
+def links_for(args: argparse.Namespace, console: Console, workload: Workload | None) -> tuple[OffloadLink, ...]:
+    """The links that the arguments name; those that are not in a file are measured."""
+    known = [link for wanted in args.offload if wanted.endswith(".json") for link in _read(wanted)]
+    measured = [wanted for wanted in args.offload if not wanted.endswith(".json")]
+    if measured:
+        from recoup.torch.meter import device_of
+        from recoup.torch.offload.links import links_of
+
+        console.message(f"Measuring {', '.join(measured)}")
+        known.extend(links_of(measured, "cpu" if workload is None else device_of(workload.model)))
+    return tuple(known)
+
+
+def refuse_offload(args: argparse.Namespace) -> None:
+    """For JAX, whose plans offload by an argument of ``recoup.jax.solve``.
+
+    Raises:
+        UsageError: offloading is asked for.
+    """
+    if args.offload:
+        raise UsageError("--offload plans for PyTorch; for JAX give recoup.jax.solve a link")
+
+
+def _read(path: str) -> list[OffloadLink]:
+    import msgspec
+
+    from recoup.graph.store import read_file
+
+    class Facts(msgspec.Struct):  # what doctor writes has more fields
+        links: list[OffloadLink]
+
+    data = read_file(path)
+    try:
+        return msgspec.json.decode(data, type=Facts).links
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path} is no file of links: {error}; write one with 'recoup doctor --offload-dir DIR --format json'") from error
