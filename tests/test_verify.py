@@ -69,7 +69,7 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Applied], None]:
     """Puts a given change of the model in the place of a plan's application."""
 
     def put(change: Applied) -> None:
-        monkeypatch.setattr(recoup.torch, "apply", lambda model, plan, gear=None: change(model), raising=False)
+        monkeypatch.setattr(recoup.torch, "apply", lambda model, plan, gear=None, offload_to=None: change(model), raising=False)
 
     return put
 
