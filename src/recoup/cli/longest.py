@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
 from recoup.cli.console import Console
+from recoup.cli.offloading import add_offload, check_offload, wanted_of
 from recoup.cli.workload import load_workload, parse_sizes
 from recoup.errors import UsageError
 
@@ -28,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--over", required=True, metavar="NAME", help="the size to grow, such as sequence or batch")
     add_sizes(parser)
     add_solver(parser)
+    add_offload(parser)
     parser.add_argument("--least", type=int, default=1, metavar="N", help="the least size that is an answer (default: 1)")
     parser.add_argument("--most", type=int, metavar="N", help="the largest size that is an answer, or run at all")
     parser.add_argument("--multiple", type=int, default=1, metavar="N", help="of which the answer is a multiple (default: 1)")
@@ -42,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Finds the size, writes its plan; 3 if no size fits."""
     check_solver(args)
+    check_offload(args)
     if args.over in parse_sizes(args.set):
         raise UsageError(f"{args.over} is what is looked for; it cannot be given by --set too")
     path = free_to_write(Path(args.output) if args.output else derived_name(args.source, ".plan.json"), args.force)
@@ -56,7 +59,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     console.message(f"Looking for the largest {args.over} of {args.source} within {args.budget}")
     names = ("over", "sizes", "least", "most", "multiple", "strategy", "gear", "check", "tokens")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in (*names, "host_budget", "disk_budget")}
+    options["offload"] = wanted_of(args) or None
     with console.progress("longest") as progress:
         found = longest(_maker(args), args.budget, **options, progress=progress)
     save_plan(found.plan, path)

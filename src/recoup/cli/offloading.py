@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recoup.cli.workload import Workload
     from recoup.cost import OffloadLink
 
-__all__ = ["add_offload", "check_offload", "links_for", "refuse_offload"]
+__all__ = ["add_offload", "check_offload", "links_for", "refuse_offload", "wanted_of"]
 
 
 def add_offload(parser: argparse.ArgumentParser) -> None:
@@ -45,17 +45,23 @@ def check_offload(args: argparse.Namespace) -> None:
             raise UsageError(f"--offload takes host, disk:DIRECTORY (one that exists) or a file of links, not {wanted!r}")
 
 
+def wanted_of(args: argparse.Namespace) -> list[str | OffloadLink]:
+    """What the arguments name: targets, and the links of files."""
+    files = [wanted for wanted in args.offload if wanted.endswith(".json")]
+    return [*(wanted for wanted in args.offload if wanted not in files), *(link for path in files for link in _read(path))]
+
+
 def links_for(args: argparse.Namespace, console: Console, workload: Workload | None) -> tuple[OffloadLink, ...]:
     """The links that the arguments name; those that are not in a file are measured."""
-    known = [link for wanted in args.offload if wanted.endswith(".json") for link in _read(wanted)]
-    measured = [wanted for wanted in args.offload if not wanted.endswith(".json")]
-    if measured:
-        from recoup.torch.meter import device_of
-        from recoup.torch.offload.links import links_of
+    wanted = wanted_of(args)
+    if not wanted:
+        return ()
+    from recoup.torch.meter import device_of
+    from recoup.torch.offload.links import links_of
 
-        console.message(f"Measuring {', '.join(measured)}")
-        known.extend(links_of(measured, "cpu" if workload is None else device_of(workload.model)))
-    return tuple(known)
+    if any(isinstance(one, str) for one in wanted):
+        console.message(f"Measuring {', '.join(one for one in wanted if isinstance(one, str))}")
+    return links_of(wanted, "cpu" if workload is None else device_of(workload.model))
 
 
 def refuse_offload(args: argparse.Namespace) -> None:
@@ -71,13 +77,12 @@ def refuse_offload(args: argparse.Namespace) -> None:
 def _read(path: str) -> list[OffloadLink]:
     import msgspec
 
+    from recoup.cost import OffloadLink
     from recoup.graph.store import read_file
 
-    class Facts(msgspec.Struct):  # what doctor writes has more fields
-        links: list[OffloadLink]
-
+    facts = msgspec.defstruct("Facts", [("links", list[OffloadLink])])  # what doctor writes has more fields
     data = read_file(path)
     try:
-        return msgspec.json.decode(data, type=Facts).links
+        return msgspec.json.decode(data, type=facts).links
     except msgspec.DecodeError as error:
         raise UsageError(f"{path} is no file of links: {error}; write one with 'recoup doctor --offload-dir DIR --format json'") from error

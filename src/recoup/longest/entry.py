@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recoup.errors import UsageError
 from recoup.graph import StepGraph
@@ -18,6 +19,8 @@ from recoup.longest.workshop import CheckMode, Make, Progress, Workshop
 from recoup.plan import Plan
 from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
+from recoup.torch.meter import device_of
+from recoup.torch.offload.links import Wanted, links_of
 from recoup.units import Budget, parse_budget
 from recoup.verify import Verification
 
@@ -104,6 +107,9 @@ def longest(
     gear: str = "auto",
     check: CheckMode = "auto",
     tokens: int | Callable[[int], int] | None = None,
+    offload: Wanted | Sequence[Wanted] | None = None,
+    host_budget: str | int | None = None,
+    disk_budget: str | int | None = None,
     progress: Progress | None = None,
 ) -> Longest:
     """Find the longest sequence, the largest batch, or the largest of any size of a step within a memory budget.
@@ -122,6 +128,7 @@ def longest(
             planned step there, and compares at the largest recorded size; ``auto`` compares at the answer if the device
             has room for the unplanned step and copies of its state.
         tokens: of one step: a factor on the size, or a function of it; by default the size itself.
+        offload, host_budget, disk_budget: where activations may wait, as for ``fit``.
         progress: called with what is done, of how much, and a text.
 
     Raises:
@@ -139,7 +146,10 @@ def longest(
     grid = _grid(least, most, multiple)
     if sizes is not None and (len(set(sizes)) < 3 or min(sizes) < 1):
         raise UsageError(f"three or more different sizes are recorded, each at least 1; got {sizes}")
-    workshop = Workshop(make, over, strategy_of(strategy), gear, check, progress or (lambda done, total, text: None))
+    means: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget}
+    workshop = Workshop(make, over, strategy_of(strategy), gear, means, check, progress or (lambda done, total, text: None))
+    if offload is not None:
+        means["offload"] = links_of(offload, device_of(workshop.made(grid[0])[0]))
     budget_bytes = wanted.resolve(0, workshop.free_bytes(grid[0]) if wanted.kind == "auto" else None)
     recorded = workshop.sizes_to_record(budget_bytes, multiple, grid[-1]) if sizes is None else dict.fromkeys(sizes)
     scaled = ScaledStep.through({size: workshop.recorded(size) for size in recorded}, over)

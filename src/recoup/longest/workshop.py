@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -69,6 +69,7 @@ class Workshop:
         make: called with ``over`` as a keyword; returns the model and its step.
         over: the name of the size.
         strategy, gear: as for ``solve``.
+        means: what else a plan may use, as arguments of ``solve``: links to offload over, budgets of what waits there.
         check: as for ``longest``.
         progress: told what is going on.
     """
@@ -77,6 +78,7 @@ class Workshop:
     over: str
     strategy: Strategy
     gear: str
+    means: Mapping[str, Any]
     check: CheckMode
     progress: Progress
 
@@ -101,17 +103,19 @@ class Workshop:
     def solve(self, graph: StepGraph, budget_bytes: int, size: int) -> Plan:
         """The plan for a graph of a size."""
         self.telling(size)(0, 1, "solving")
-        return solve(graph, budget_bytes, strategy=self.strategy, gear=self.gear)
+        return solve(graph, budget_bytes, strategy=self.strategy, gear=self.gear, **self.means)
 
     def measured(self, size: int, plan: Plan | None = None) -> tuple[int, float]:
         """Peak bytes and median seconds of the step, unplanned or planned."""
         self.telling(size)(0, 1, f"running the {'un' if plan is None else ''}planned step")
         model, step = self.made(size)
         wait = synchronizer(device_of(model))
-        with nullcontext() if plan is None else recoup.torch.apply(model, plan):
+        with nullcontext() if plan is None else recoup.torch.apply(model, plan) as applied:
             for _ in range(WARM_UP_CALLS if plan is not None and plan.gear == "static" else 0):
                 step()
-            return recoup.torch.measure_peak(step, model), recoup.torch.time_step(step, repeats=3, warmup=1, synchronize=wait)
+            staging_bytes = applied.staging_bytes if isinstance(applied, recoup.torch.Applied) else 0
+            peak = recoup.torch.measure_peak(step, model) + staging_bytes
+            return peak, recoup.torch.time_step(step, repeats=3, warmup=1, synchronize=wait)
 
     def sizes_to_record(self, budget_bytes: int, multiple: int, most: int) -> tuple[int, int, int]:
         """Three sizes that double, up to where a step says enough, else the first three; not 1, which is often a case of its own.
