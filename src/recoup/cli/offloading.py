@@ -80,9 +80,9 @@ def _read(path: str) -> list[OffloadLink]:
     from recoup.cost import OffloadLink
     from recoup.graph.store import read_file
 
-    facts = msgspec.defstruct("Facts", [("links", list[OffloadLink])])  # what doctor writes has more fields
     data = read_file(path)
     try:
-        return msgspec.json.decode(data, type=facts).links
+        facts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # what doctor writes has more fields
+        return msgspec.json.decode(facts.get("links", b"[]"), type=list[OffloadLink])
     except msgspec.DecodeError as error:
         raise UsageError(f"{path} is no file of links: {error}; write one with 'recoup doctor --offload-dir DIR --format json'") from error
