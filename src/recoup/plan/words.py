@@ -40,8 +40,9 @@ def price_in_words(plan: Plan) -> list[str]:
 def decisions_in_words(plan: Plan) -> list[str]:
     """What is recomputed and what is kept for replays, the largest groups first."""
     lines: list[str] = []
-    for action, title in (("recompute", "recompute"), ("offload", _away(plan)), ("keep", "keep for replays")):
+    for action, title in (("recompute", "recompute"), ("offload", f"offload to {_target(plan)}"), ("keep", "keep for replays")):
         lines.extend(_decided([decision for decision in plan.decisions if decision.action == action], title))
+    lines.extend(_traffic(plan))
     lines.extend(
         f"split {loop} into stretches of {', then '.join(map(str, lengths))} turns" for loop, lengths in sorted(plan.stretches.items())
     )
@@ -50,13 +51,22 @@ def decisions_in_words(plan: Plan) -> list[str]:
     return lines
 
 
-def _away(plan: Plan) -> str:
-    """Where offloaded storages wait, and over what."""
-    if plan.traffic is None:
-        return "offload to the host"
-    link = plan.traffic.link
-    rates = f"{link.write_bytes_per_second / 1e9:.2f} GB/s out, {link.read_bytes_per_second / 1e9:.2f} GB/s back, {link.provenance}"
-    return f"offload to {'disk' if link.target == 'disk' else 'the host'}{f' at {link.where}' if link.where else ''} ({rates})"
+def _target(plan: Plan) -> str:
+    return "disk" if plan.traffic is not None and plan.traffic.link.target == "disk" else "the host"
+
+
+def _traffic(plan: Plan) -> list[str]:
+    """How the offloaded bytes move, and what the step waits for them."""
+    traffic = plan.traffic
+    if traffic is None:
+        return []
+    link = traffic.link
+    rates = f"{format_bytes(int(link.write_bytes_per_second))}/s out, {format_bytes(int(link.read_bytes_per_second))}/s back"
+    windows = f"{format_bytes(traffic.write_window_bytes)} on their way out, {format_bytes(traffic.read_window_bytes)} fetched ahead"
+    where = f" to {link.where}" if link.where else ""
+    return [
+        f"moves over a link{where} of {rates} ({link.provenance}), at most {windows}; waits {format_seconds(traffic.stall_seconds)} for it"
+    ]
 
 
 def _decided(decisions: list[Decision], title: str) -> list[str]:

@@ -16,7 +16,7 @@ from recoup.solve.classics import Revolve, Rotor
 from recoup.solve.hierarchy import Hierarchy
 from recoup.solve.moments import moment_in_words, standing_in_words
 from recoup.solve.named import NAMED
-from recoup.solve.offload import joint_of, routes_of
+from recoup.solve.offload import Joint, joint_of, routes_of
 from recoup.solve.optimal import Optimal, bound_seconds
 from recoup.solve.planning import plan_of
 from recoup.solve.strategy import Choice, Problem, Progress, Strategy
@@ -104,13 +104,13 @@ def decide_all(
 ) -> list[Decided]:
     """What a strategy chooses for several executors, in ``seconds`` altogether.
 
-    ``optimal`` takes first the one with the lower bound; the other may give up where its bound is above the first one's plan.
+    ``optimal`` and ``joint`` take first the one with the lower bound; the other may give up where its bound is above the first one's
+    plan.
     """
     order, started = list(executors), time.perf_counter()
-    if isinstance(strategy, Optimal) and budget_bytes is not None and len(order) > 1:
-        bounds = {
-            executor: bound_seconds(Problem(graph, budget_bytes, executor, seconds / len(order) / 2, warm=warm)) for executor in order
-        }
+    bound = bound_seconds if isinstance(strategy, Optimal) else strategy.bound_seconds if isinstance(strategy, Joint) else None
+    if bound is not None and budget_bytes is not None and len(order) > 1:
+        bounds = {executor: bound(Problem(graph, budget_bytes, executor, seconds / len(order) / 2, warm=warm)) for executor in order}
         order.sort(key=lambda executor: bounds[executor])
     found: list[Decided] = []
     for place, executor in enumerate(order):

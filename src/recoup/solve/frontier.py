@@ -94,10 +94,10 @@ def frontier(
     executors = executors_of(gear, graph.frontend)
     chosen = [strategy_of(strategy) for strategy in strategies] if strategies is not None else _default_strategies(graph)
     routes = routes_of(offload, host_budget, disk_budget, executors)
-    if routes is not None:
-        chosen = [Joint(routes), *chosen]
+    joint = None if routes is None else Joint(routes)
+    chosen = chosen if joint is None else [joint, *chosen]
     unplanned = simulate(graph)
-    amounts = _amounts(graph, budgets, executors, unplanned, free_bytes)
+    amounts = _amounts(graph, budgets, executors, unplanned, free_bytes, joint)
     total = sum(len(amounts) if takes_budgets(strategy) else 1 for strategy in chosen)
     points: list[FrontierPoint] = []
     for strategy in chosen:
@@ -121,12 +121,16 @@ def _amounts(
     executors: tuple[Capabilities, ...],
     unplanned: Simulation,
     free_bytes: int | None,
+    joint: Joint | None,
 ) -> list[int]:
     """The budgets in bytes, smallest first."""
     peak = unplanned.peak_bytes
     if budgets is not None:
         return sorted({parse_budget(budget).resolve(peak, free_bytes) for budget in budgets})
-    least = min(least_peak(graph, executor)[0] for executor in executors)
+    if joint is None:
+        least = min(least_peak(graph, executor)[0] for executor in executors)
+    else:
+        least = min(joint.least_peak_bytes(graph, executor) for executor in executors)
     return sorted({least + (peak - least) * place // (_POINTS - 1) for place in range(_POINTS)})
 
 

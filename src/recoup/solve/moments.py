@@ -15,7 +15,8 @@ def moment_in_words(graph: StepGraph, simulation: Simulation) -> str:
         return "before the first operation"
     after = graph.ops[simulation.peak_moment.at]
     if simulation.peak_in_replay:
-        return f"while {simulation.peak_site} is replayed, before {after.site} of the {after.phase}"
+        done = "fetched" if simulation.peak_op < 0 else "replayed"
+        return f"while {simulation.peak_site} is {done}, before {after.site} of the {after.phase}"
     return f"at {after.site} of the {after.phase}"
 
 

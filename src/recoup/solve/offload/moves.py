@@ -30,7 +30,7 @@ class Change:
     offload: Offload | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Space:
     """What can be chosen.
 

@@ -32,7 +32,7 @@ from recoup.solve.offload.moving import Moving
 from recoup.solve.program import Program, Row
 from recoup.solve.windows import Windows, rebuilt_spans, windows
 
-__all__ = ["JointProgram", "Point", "joint_windows"]
+__all__ = ["JointProgram", "Movables", "Point", "joint_windows"]
 
 _UNBOUNDED = highspy.kHighsInf
 # Moments of the link that are told apart; puts and asks between two of them count as one.
@@ -65,7 +65,67 @@ def joint_windows(index: Replays, executor: Capabilities, movable: Iterable[int]
     return Windows(dropping, needed, optional, held, rebuilt_spans(index, needed), during + index.scratch, across)
 
 
-class JointProgram(Program):
+class Movables(Program):
+    """The program with the choice ``O_v``, its memory and its overheads, and nothing yet of the time on the link.
+
+    Args:
+        index: the step.
+        executor: what runs it.
+        frame: of :func:`joint_windows`.
+        storages: what can move.
+        link: over which it moves.
+        cap: bytes that may wait on the target, None if there is no limit.
+    """
+
+    def __init__(
+        self, index: Replays, executor: Capabilities, frame: Windows, storages: Iterable[int], link: OffloadLink, cap: int | None
+    ) -> None:
+        super().__init__(index, executor, frame)
+        self.link = link
+        self.offload: dict[int, int] = {}
+        self.any = self._column(0.0, False)
+        for v in storages:
+            self._movable(v)
+        if cap is not None and self.offload:
+            # In units of the cap, so that tolerances mean the same in every row.
+            columns = list(self.offload.values())
+            self.entries.append((columns, [-index.bytes[v] / max(cap, 1) for v in self.offload], -1.0 if cap else 0.0))
+
+    def _movable(self, v: int) -> None:
+        seconds = self.executor.replay_seconds + self._drag(v)
+        column = self.offload[v] = self._column(seconds * self.scale, False)
+        self.entries.append(([self.any, column], [1.0, -1.0], 0.0))
+        if v in self.recompute:
+            self.entries.append(([column, self.recompute[v]], [-1.0, -1.0], -1.0))
+        producer = self.index.graph.storages[v].producer
+        assert producer is not None
+        self._capture(producer, column)
+
+    def _drag(self, v: int) -> float:
+        """Seconds that the way out, which nothing avoids, slows the step's own work."""
+        return self.link.drag * self.link.write_seconds(self.index.bytes[v])
+
+    def _memory(self, row: Row) -> tuple[dict[int, float], int]:
+        found: dict[int, float] = {}
+        fixed = row.fixed
+        for v in row.kept:
+            count = self.index.bytes[v]
+            if v in self.hold:
+                found[self.hold[v]] = found.get(self.hold[v], 0.0) + count
+            elif v in self.windows.needed:
+                fixed += count
+                for decided in (self.recompute, self.offload):
+                    if v in decided:
+                        found[decided[v]] = found.get(decided[v], 0.0) - count
+        for v in row.copied:
+            for decided in (self.recompute, self.offload):
+                if v in decided:
+                    found[decided[v]] = found.get(decided[v], 0.0) + self.index.bytes[v]
+        found[self.any] = float(self.link.staging_bytes)
+        return {column: value for column, value in found.items() if value}, fixed
+
+
+class JointProgram(Movables):
     """The columns and structural rows of one step with one link and its windows.
 
     Args:
@@ -81,19 +141,14 @@ class JointProgram(Program):
     def __init__(
         self, index: Replays, executor: Capabilities, frame: Windows, moving: Moving, link: OffloadLink, window: int, cap: int | None
     ) -> None:
-        super().__init__(index, executor, frame)
-        self.moving, self.link, self.window = moving, link, window
-        self.offload: dict[int, int] = {}
-        self.any = self._column(0.0, False)
-        for v in moving.storages:
-            self._movable(v)
-        if cap is not None and self.offload:
-            # In units of the cap, so that tolerances mean the same in every row.
-            columns = list(self.offload.values())
-            self.entries.append((columns, [-index.bytes[v] / max(cap, 1) for v in self.offload], -1.0 if cap else 0.0))
+        super().__init__(index, executor, frame, moving.storages, link, cap)
+        self.moving, self.window = moving, window
         last = self._writes()
         self._reads(last)
         self._allow()
+
+    def _drag(self, v: int) -> float:
+        return super()._drag(v) + self.link.drag * self.link.read_seconds(self.index.bytes[v])
 
     def allowance(self, away: frozenset[int]) -> NDArray[np.int64]:
         """Bytes at each operation that the windows and the transfers' own buffers stand for, if these storages move."""
@@ -103,17 +158,6 @@ class JointProgram(Program):
         out = moments >= min(self.moving.put[v] for v in away)
         back = moments < max(self.moving.ask[v] for v in away)
         return (self.link.staging_bytes + np.where(moments < self.turn, self._window_at * out, self._window_at * back)).astype(np.int64)
-
-    def _movable(self, v: int) -> None:
-        link, count = self.link, self.index.bytes[v]
-        seconds = self.executor.replay_seconds + link.drag * (link.write_seconds(count) + link.read_seconds(count))
-        column = self.offload[v] = self._column(seconds * self.scale, False)
-        self.entries.append(([self.any, column], [1.0, -1.0], 0.0))
-        if v in self.recompute:
-            self.entries.append(([column, self.recompute[v]], [-1.0, -1.0], -1.0))
-        producer = self.index.graph.storages[v].producer
-        assert producer is not None
-        self._capture(producer, column)
 
     def _seconds_column(self, most: float = _UNBOUNDED, cost: float = 0.0) -> int:
         column = self._column(cost * self.scale, False)
@@ -215,26 +259,11 @@ class JointProgram(Program):
         return self._flags[side][place - 1] if place else None
 
     def _memory(self, row: Row) -> tuple[dict[int, float], int]:
-        found: dict[int, float] = {}
-        fixed = row.fixed
-        for v in row.kept:
-            count = self.index.bytes[v]
-            if v in self.hold:
-                found[self.hold[v]] = found.get(self.hold[v], 0.0) + count
-            elif v in self.windows.needed:
-                fixed += count
-                for decided in (self.recompute, self.offload):
-                    if v in decided:
-                        found[decided[v]] = found.get(decided[v], 0.0) - count
-        for v in row.copied:
-            for decided in (self.recompute, self.offload):
-                if v in decided:
-                    found[decided[v]] = found.get(decided[v], 0.0) + self.index.bytes[v]
-        found[self.any] = float(self.link.staging_bytes)
+        found, fixed = super()._memory(row)
         flag = self._flag(row.at)
-        if flag is not None:
+        if flag is not None and self._window_at[row.at]:
             found[flag] = float(self._window_at[row.at])
-        return {column: value for column, value in found.items() if value}, fixed
+        return found, fixed
 
     def point(self, rows: list[Row], budget: int, seconds: float) -> Point | None:
         """An optimal point of the relaxed program within the budget; None if there is none."""

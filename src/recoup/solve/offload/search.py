@@ -9,10 +9,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import log2
 
 from recoup.plan import Capabilities
-from recoup.simulate.offload import Offload
+from recoup.simulate.offload import Offload, puts_of
 from recoup.solve.descent import has_room
+from recoup.solve.offload.every import every_plan
 from recoup.solve.offload.judged import JointJudged, judge_joint
 from recoup.solve.offload.moves import Change, Space, lowering, windows_of
 from recoup.solve.offload.relax import relaxed_choices
@@ -22,9 +25,11 @@ __all__ = ["Search", "everything_out"]
 _SEED = 1
 # What simulating a plan takes beside its operations, counted in these.
 _OVERHEAD = 150
-_STARTS, _REPAIRS, _SWEEP = 3, 120, 60
+# The window that is tried first, as a power of two of the largest storage that can move.
+_LIKELY = 1.4
+_STARTS, _REPAIRS, _SWEEP, _CUTS = 3, 120, 60, 8
 _CHANGES, _SHORT_REPAIRS, _IMPROVEMENTS = (1, 1, 2, 3), 20, 5
-_WORK, _ALLOWANCES = 400_000, (0.02, 0.005)
+_WORK, _PER_DECISION, _ALLOWANCES = 300_000, 12, (0.02, 0.005)
 _HOPELESS = 0.05
 
 
@@ -43,6 +48,7 @@ class Search:
         self.space, self.index, self.executor, self.budget = space, space.index, executor, budget
         self.enough, self.remaining = enough, remaining
         self.best: JointJudged | None = None
+        self.starts: list[JointJudged] = []
         self.spent = 0
         self.random = random.Random(_SEED)
         self.base = self.index.base_seconds
@@ -54,8 +60,8 @@ class Search:
         """Plans near the linear programs of all windows; the best of them repaired and improved."""
         found: dict[object, JointJudged] = {}
         recomputing = bool(self.space.dropping)
-        for window in windows_of(self.space.moving)[1:]:
-            if self.late():
+        for window in self._windows():
+            if self.late() or self.content():
                 break
             for one in relaxed_choices(
                 self.index, self.executor, self.space.moving, self.space.link, window, self.space.cap, self.budget, self.remaining,
@@ -63,8 +69,15 @@ class Search:
             ):  # fmt: skip
                 self.offer(one)
                 found[one.joint_key] = one
-        for one in sorted(found.values(), key=self._promise)[:_STARTS]:
-            self.polish(one)
+        self.starts = sorted(found.values(), key=self._promise)[:_STARTS]
+        for one in self.starts:
+            if not self.content():
+                self.polish(one)
+
+    def _windows(self) -> list[int]:
+        """The sizes of windows, those first that give good plans most often."""
+        sizes = [size for size in windows_of(self.space.moving) if size]
+        return sorted(sizes, key=lambda size: abs(log2(size / self.space.moving.largest) - _LIKELY))
 
     def polish(self, found: JointJudged) -> None:
         """Offer a choice, made to fit and improved."""
@@ -73,12 +86,45 @@ class Search:
         if self.offer(found) and not self.content():
             self.offer(self._swept(found))
 
-    def exchange(self, work: int = _WORK) -> None:
+    def cross(self, other: JointJudged) -> None:
+        """Plans that treat what is saved early as ``other`` does, and what is saved late as the best starts do.
+
+        The early layers come last in the backward, where all gradients stand: there a plan may have to rebuild more than once,
+        of which the linear program knows nothing, while the link serves the rest.
+        """
+        order = [gap for gap, _ in puts_of(self.index.graph, self.space.movable)]
+        cuts = sorted({order[len(order) * place // _CUTS] for place in range(1, _CUTS)}) if order else []
+        found = [self._crossed(start, other, cut) for start in self.starts for cut in cuts if not self.late()]
+        for one in sorted(found, key=self._promise)[:_STARTS]:
+            self.polish(one)
+
+    def _crossed(self, late: JointJudged, early: JointJudged, cut: int) -> JointJudged:
+        first = {v: self.index.graph.saves[saves[0]].packed_at for v, saves in enumerate(self.index.saves_of) if saves}
+
+        def is_late(v: int) -> bool:
+            # What autograd does not save goes with the operation that makes it.
+            return first.get(v, int(self.index.born[v])) >= cut
+
+        recompute = frozenset(v for v in late.recompute if is_late(v)) | frozenset(v for v in early.recompute if not is_late(v))
+        since = {v: moment for v, moment in early.since.items() if not is_late(v)}
+        away = frozenset(v for v in late.offloaded if is_late(v)) | frozenset(v for v in early.offloaded if not is_late(v))
+        moving = replace(late.offload, storages=away) if late.offload is not None else None
+        return self.judge(Change(recompute, since, moving))
+
+    def exchange(self) -> None:
         """Local search through worse plans from the best one on."""
-        begun = self.spent
+        decisions = len(self.space.movable | self.space.dropping)
+        begun, work = self.spent, min(_WORK, _PER_DECISION * decisions * (_OVERHEAD + self.index.count))
         for number, allowance in enumerate(_ALLOWANCES, 1):
             if self.best is not None:
                 self._round(self.best, allowance, begun + work * number // len(_ALLOWANCES))
+
+    def enumerate(self) -> None:
+        """Every plan of a step that is small enough for that."""
+        for change in every_plan(self.space, self.executor):
+            if self.late():
+                break
+            self.offer(self.judge(change))
 
     def lowered(self, found: JointJudged, tries: int, enough: int | None = None) -> JointJudged:
         """The choice changed until its peak is no more than ``enough`` (the budget), or cannot be lowered."""
