@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -27,6 +29,7 @@ from recoup.torch.private import below_backward, is_faking
 from recoup.torch.promotion import CallState, Promotion
 from recoup.torch.report import Report
 from recoup.torch.signature import signature_of
+from recoup.torch.tile.tiler import Tiler
 
 if TYPE_CHECKING:
     from recoup.torch.compiled.apply import AppliedCompiled
@@ -57,6 +60,10 @@ class _Thread(threading.local):
         self.busy = False
         self.roots = 0
         self.calls: Counter[str] = Counter()
+        # Of the outermost call under way: its tiled modules; whether a tiled call runs, and which modules it has called so far.
+        self.tiler: Tiler | None = None
+        self.apart = False
+        self.inside: set[str] | None = None
 
 
 class Applied:
@@ -84,6 +91,7 @@ class Applied:
         self.new_shape: NewShape = new_shape
         self._tables = {plan.signature: SiteTable(plan, model)}
         self._plans = {plan.signature: plan}
+        self._tilers = {plan.signature: Tiler(model, plan.tiles_by_module, self._apart)}
         self._names = tensor_names([model])
         self._thread = _Thread()
         self._lock = threading.Lock()
@@ -135,6 +143,7 @@ class Applied:
         self._tables[plan.signature] = SiteTable(plan, self.model)
         self._plans[plan.signature] = plan
         self._open_outbox(plan)
+        self._tilers[plan.signature] = Tiler(self.model, plan.tiles_by_module, self._apart)
         self._install(plan)
 
     def report(self) -> Report:
@@ -153,9 +162,14 @@ class Applied:
                 offloaded_bytes=moved.put_bytes,
                 fetched_bytes=moved.fetched_bytes,
                 waited_seconds=moved.waited_seconds,
-                kept={**self._kept, **moved.stayed},
+                kept={
+                    **self._kept,
+                    **moved.stayed,
+                    **{site: reason for tiler in self._tilers.values() for site, reason in tiler.kept.items()},
+                },
                 unplanned_shapes=tuple(self._shapes),
                 static_refusals=self._promotion.refusals() if self._promotion else {},
+                tiled_calls=sum(sum(tiler.calls.values()) for tiler in self._tilers.values()),
             )
 
     def remove(self) -> None:
@@ -183,6 +197,14 @@ class Applied:
 
     def _around(self, path: str, inner: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         thread = self._thread
+        if thread.apart:
+            # A module that is also called elsewhere has the same number there as without tiles: its pieces count once.
+            if thread.inside is not None and path not in thread.inside:
+                thread.inside.add(path)
+                thread.calls[path] += 1
+            return inner(*args, **kwargs)
+        if thread.tiler is not None and path in thread.tiler:
+            inner = functools.partial(_in_tiles, thread.tiler, path, inner)
         if thread.call is not None:
             return thread.call.around(path, inner, args, kwargs)
         if (
@@ -212,12 +234,44 @@ class Applied:
                 return inner(*args, **kwargs)
             finally:
                 thread.busy = False
-        key = (path, number, signature)
+        thread.tiler = self._tilers[table.signature]
+        if path in thread.tiler:
+            inner = functools.partial(_in_tiles, thread.tiler, path, inner)
+        try:
+            return self._planned(thread, table, (path, number, signature), inner, args, kwargs)
+        finally:
+            thread.tiler = None
+
+    def _planned(
+        self,
+        thread: _Thread,
+        table: SiteTable,
+        key: tuple[str, int, str],
+        inner: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         if self._promotion is not None:
             static = self._promotion.start(key, args, kwargs, lambda: self._inbox(table.plan))
             if static is not None:
                 return self._run_static(thread, static, inner, args, kwargs)
-        return self._run_live(thread, table, key, path, inner, args, kwargs)
+        return self._run_live(thread, table, key, inner, args, kwargs)
+
+    @contextmanager
+    def _apart(self, counting: bool = False) -> Iterator[None]:
+        """What runs inside is one operation of Recoup's own: module calls pass, and the live gear looks away."""
+        thread = self._thread
+        call, before = thread.call, (thread.apart, thread.inside)
+        capturing = call is not None and call.capturing
+        thread.apart, thread.inside = True, set() if counting else None
+        if call is not None and capturing:
+            call.switch(False)
+        try:
+            yield
+        finally:
+            if call is not None and capturing:
+                call.switch(True)
+            thread.apart, thread.inside = before
 
     def _table(self, path: str, number: int, signature: str) -> SiteTable | None:
         """The plan's sites for inputs of these shapes; None to run this call unplanned."""
@@ -250,7 +304,6 @@ class Applied:
         thread: _Thread,
         table: SiteTable,
         key: tuple[str, int, str],
-        path: str,
         inner: Callable[..., object],
         args: tuple[object, ...],
         kwargs: dict[str, object],
@@ -264,7 +317,7 @@ class Applied:
         finished = False
         try:
             with call.session.hooks:
-                result = call.around(path, inner, args, kwargs)
+                result = call.around(key[0], inner, args, kwargs)
             finished = True
             return result
         finally:
@@ -286,6 +339,10 @@ class Applied:
                     self._kept.setdefault(site, reason)
 
 
+def _in_tiles(tiler: Tiler, path: str, inner: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+    return tiler.call(path, inner, args, kwargs)
+
+
 class _LiveCall:
     """One outermost call in the live gear: follows the module calls and switches capturing on where the plan wants it."""
 
@@ -298,14 +355,15 @@ class _LiveCall:
         if below_backward():  # a recomputation of the user's own, inside a backward inside the forward
             return inner(*args, **kwargs)
         before, capturing = self.policy.enter(path), self.capturing
-        self._switch(self.policy.frame.active)
+        self.switch(self.policy.frame.active)
         try:
             return inner(*args, **kwargs)
         finally:
-            self._switch(capturing)
+            self.switch(capturing)
             self.policy.frame = before
 
-    def _switch(self, on: bool) -> None:
+    def switch(self, on: bool) -> None:
+        """Capture from here on, or no longer."""
         if on and not self.capturing:
             self.session.on()
         elif self.capturing and not on:
@@ -339,13 +397,13 @@ def apply(
         OffloadError: the plan offloads, and the place cannot be used or has too little space.
         UsageError: an option has an unknown value.
     """
-    if plan.tiles_by_module:
-        raise PlanMismatch(f"the plan runs {min(plan.tiles_by_module)} in tiles, which no executor of PyTorch does")
     if plan.offload_sites and plan.traffic is None:
         raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)} and does not say how it moves (traffic); solve it for PyTorch")
     if is_compiled(model):
         if plan.offload_sites:
             raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)}, which compiled models do not; recompute or keep it instead")
+        if plan.tiles_by_module:
+            raise PlanMismatch(f"the plan runs {min(plan.tiles_by_module)} in tiles, which compiled models do not")
         return _applied_to_compiled(model, plan)
     if plan.frontend != "torch-eager":
         raise PlanMismatch(f"the plan is for {plan.frontend!r}; this model runs in PyTorch eager")

@@ -66,6 +66,7 @@ class SiteTable:
             outputs = wanted.setdefault((place.path, place.call), {}).setdefault((place.name, place.nth), set())
             if site in plan.recompute_sites:
                 outputs.add(place.output)
+        self.signature = plan.signature
         self.calls = {key: {op: frozenset(outputs) for op, outputs in ops.items()} for key, ops in wanted.items()}
         self.held_from = plan.held_from_sites
         self.offloaded = plan.offload_sites

@@ -22,6 +22,7 @@ class Report:
         sites_expected, sites_met: the plan's operations in the module calls that were made, and how many of them came.
         kept: what the plan drops and had to be kept, with the reason.
         unplanned_shapes: input shapes that came without a plan of their own.
+        tiled_calls: module calls, and losses, that ran in tiles.
         static_refusals: why calls did not run in the static gear, by reason, with how often.
     """
 
@@ -38,4 +39,5 @@ class Report:
     sites_met: int = 0
     kept: dict[str, str] = field(default_factory=dict)
     unplanned_shapes: tuple[str, ...] = ()
+    tiled_calls: int = 0
     static_refusals: dict[str, int] = field(default_factory=dict)
