@@ -18,6 +18,7 @@ from recoup.simulate import simulate
 from recoup.solve import solve
 from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
+from recoup.solve.tiling import check_allowed
 from recoup.torch import Applied, Report
 from recoup.torch.free import free_bytes
 from recoup.torch.meter import device_of
@@ -75,6 +76,7 @@ def fit(
     offload: Wanted | Sequence[Wanted] | None = None,
     host_budget: str | int | None = None,
     disk_budget: str | int | None = None,
+    allow: Sequence[str] = (),
     steps: int = 2,
     name: str = "step",
     progress: Progress | None = None,
@@ -91,6 +93,7 @@ def fit(
             ``OffloadLink``, or several of these. Links that are not given as such are measured first.
         host_budget: most bytes that may wait in the host's memory.
         disk_budget: most bytes that may wait on disk.
+        allow: ``("tile",)`` lets the plan run token-wise regions in tiles, which changes the order of sums in weight gradients.
         steps: how many steps are compared, planned with unplanned.
         progress: called with what is done, of how much, and a text.
 
@@ -103,6 +106,7 @@ def fit(
     """
     wanted = parse_budget(budget)
     executors_of(gear)
+    check_allowed(allow)
     strategy = strategy_of(strategy)
     if steps < 1:
         raise UsageError(f"at least one step is compared, got steps={steps}")
@@ -114,7 +118,7 @@ def fit(
     budget_bytes = wanted.resolve(simulate(graph).peak_bytes, free_bytes(model) if wanted.kind == "auto" else None)
     for round_number in range(_ROUNDS + 1):
         tell(0, 1, "solving")
-        plan = solve(graph, budget_bytes, strategy=strategy, gear=gear, **away)
+        plan = solve(graph, budget_bytes, strategy=strategy, gear=gear, allow=allow, **away)
         verification = verify(model, step, plan, steps=steps, progress=progress)
         peak_bytes = verification.peak_bytes or 0
         if peak_bytes <= plan.budget_bytes or peak_bytes <= plan.peak_bytes:

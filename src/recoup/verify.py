@@ -2,7 +2,7 @@
 
 A plan may change when memory is held and how long a step takes, and nothing else. So the comparison asks for equal
 bits, not for closeness; only where the unplanned step itself differs from run to run is that difference allowed for,
-and said. The unplanned step of a compiled model is the one compiled with everything kept.
+and said. A plan with tiles changes the order of sums: what then differs is held against the same step in float64. The unplanned step of a compiled model is the one compiled with everything kept.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from recoup.torch.meter import device_of, measure_peak, meter_for
 from recoup.torch.offload.store import Store
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.state import Snapshot, find_state, generator_states, own_attributes, same_bits
+from recoup.torch.tile.precision import compared_with_exact, in_float64
 from recoup.torch.timing import alternate, synchronizer
 from recoup.units import format_bytes, format_seconds
 
@@ -106,7 +107,8 @@ def verify(
     """Runs ``steps`` unplanned and planned steps from the same state and compares all that they leave behind.
 
     Compared bit by bit, after the first step and after the last: what the step returns, gradients, parameters,
-    buffers, plain attributes of modules, optimizer state, generator states. With ``measure``, also the peak against
+    buffers, plain attributes of modules, optimizer state, generator states. Where a plan has tiles and bits differ, the
+    check gives the largest relative error against the step in float64 beside the unplanned step's own, and passes up to twice that. With ``measure``, also the peak against
     the budget, the bytes left allocated from step to step, and the time. The state is put back at the end, whatever
     happens. Beside the snapshot it holds a copy of parameters, gradients, buffers and optimizer state for each step
     compared. ``offload_to`` is that of ``apply``.
@@ -127,7 +129,10 @@ def verify(
         tell(0, total, "running unplanned steps")
         reference = bench.outcomes(steps, planned=False)
         tell(1, total, "running planned steps")
-        checks = _compare(reference, bench.outcomes(steps, planned=True), lambda: bench.outcomes(steps, planned=False))
+        planned = bench.outcomes(steps, planned=True)
+        exact = (lambda: bench.exact(steps)) if plan.tiles_by_module else None
+        checks = _compare(reference, planned, lambda: bench.outcomes(steps, planned=False), exact)
+        del planned
         if not measure:
             tell(total, total, "compared")
             return Verification(all(check.passed for check in checks), tuple(checks), plan.peak_bytes)
@@ -187,12 +192,21 @@ class _Bench:
 
     def outcomes(self, steps: int, *, planned: bool) -> dict[int, Outcome]:
         """What stands after the first and after the last of ``steps`` steps."""
-        found: dict[int, Outcome] = {}
         with self._setting(planned):
-            for number in range(1, steps + 1):
-                result = self.step()
-                if number in (1, steps):
-                    found[number] = _outcome(self.model, self.step, result)
+            return self._run(steps)
+
+    def exact(self, steps: int) -> dict[int, Outcome]:
+        """The same of the unplanned step computed in float64."""
+        self.snapshot.restore()
+        with in_float64(self.model, self.step):
+            return self._run(steps)
+
+    def _run(self, steps: int) -> dict[int, Outcome]:
+        found: dict[int, Outcome] = {}
+        for number in range(1, steps + 1):
+            result = self.step()
+            if number in (1, steps):
+                found[number] = _outcome(self.model, self.step, result)
         return found
 
     def peak(self, *, planned: bool) -> int:
@@ -258,16 +272,29 @@ def _copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _compare(reference: dict[int, Outcome], planned: dict[int, Outcome], repeat: Callable[[], dict[int, Outcome]]) -> list[Check]:
-    """One check for each kind of thing; ``repeat`` runs the unplanned steps again, and is called only if something differs."""
+def _compare(
+    reference: dict[int, Outcome],
+    planned: dict[int, Outcome],
+    repeat: Callable[[], dict[int, Outcome]],
+    exact: Callable[[], dict[int, Outcome]] | None = None,
+) -> list[Check]:
+    """One check for each kind of thing.
+
+    ``repeat`` runs the unplanned steps again, ``exact`` in float64, for plans with tiles; called only if something differs.
+    """
     checks: list[Check] = []
     again: dict[int, Outcome] | None = None
+    true: dict[int, Outcome] | None = None
     for number, outcome in reference.items():
         for kind, values in outcome.items():
             name = kind if len(reference) == 1 else f"{kind} after step {number}"
             off = _differences(values, planned[number][kind])
             if not off:
                 checks.append(Check(name, True, f"{len(values)} equal bit for bit"))
+                continue
+            if exact is not None:
+                true = exact() if true is None else true
+                checks.append(Check(name, *compared_with_exact(values, planned[number][kind], true[number][kind], off)))
                 continue
             again = repeat() if again is None else again
             checks.append(_unequal(name, len(values), off, _differences(values, again[number][kind])))

@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from recoup.graph.tiles import TileRegion
+
 __all__ = ["Kind", "Op", "Phase", "Ref", "Save", "StepGraph", "Storage", "View"]
 
 Kind = Literal["activation", "parameter", "buffer", "gradient", "input", "outside"]
@@ -145,6 +147,7 @@ class StepGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         measured_peak_bytes: the peak that the allocator saw, resident bytes included; None if not measured.
         blocks: module paths of the repeated blocks, in order (what "every block" means).
         root_calls: how many outermost calls of the model's modules the step makes.
+        tileable: calls that were looked at for running in tiles, with what became of it; empty if nobody looked.
     """
 
     ops: tuple[Op, ...]
@@ -161,6 +164,7 @@ class StepGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     measured_peak_bytes: int | None = None
     blocks: tuple[str, ...] = ()
     root_calls: int = 1
+    tileable: tuple[TileRegion, ...] = ()
 
     @cached_property
     def resident_bytes(self) -> int:

@@ -40,7 +40,12 @@ def price_in_words(plan: Plan) -> list[str]:
 def decisions_in_words(plan: Plan) -> list[str]:
     """What is recomputed and what is kept for replays, the largest groups first."""
     lines: list[str] = []
-    for action, title in (("recompute", "recompute"), ("offload", f"offload to {_target(plan)}"), ("keep", "keep for replays")):
+    for action, title in (
+        ("tile", "run in tiles"),
+        ("recompute", "recompute"),
+        ("offload", f"offload to {_target(plan)}"),
+        ("keep", "keep for replays"),
+    ):
         lines.extend(_decided([decision for decision in plan.decisions if decision.action == action], title))
     lines.extend(_traffic(plan))
     lines.extend(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from recoup.errors import PlanMismatch
 from recoup.graph import StepGraph
+from recoup.graph.tiled import tiled
 from recoup.plan import LIVE, Capabilities, Plan
 from recoup.plan.capabilities import capabilities
 from recoup.simulate.backward import NEVER, Replayed, run_backward
@@ -73,6 +74,7 @@ def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     Raises:
         PlanMismatch: the plan names a site that the graph does not have, or what its executor cannot run.
     """
+    graph = tiled(graph, plan.tiles_by_module)
     return simulate(graph, plan_ids(graph, plan), capabilities(plan.gear), plan_holds(graph, plan), plan_offload(graph, plan))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from recoup.cost import OffloadLink
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
+from recoup.graph.site import collapse
 from recoup.plan import STATIC, Capabilities, Plan, gears_of
 from recoup.simulate import Simulation, simulate
 from recoup.solve.checkmate import Checkmate
@@ -49,6 +50,7 @@ def solve(
     *,
     strategy: str | Strategy = "optimal",
     gear: str = "auto",
+    allow: Sequence[str] = (),
     time_limit_seconds: float = 20.0,
     free_bytes: int | None = None,
     progress: Progress | None = None,
@@ -66,6 +68,8 @@ def solve(
         budget: the peak allowed: ``6GiB``, ``60%`` of the simulated unplanned peak, ``auto`` or bytes; None only for named strategies.
         strategy: ``optimal``, a named one, or an object of the protocol ``Strategy``.
         gear: ``live``, ``static``, or ``auto`` for the faster of the plans of both.
+        allow: what a plan may do beyond keeping and recomputing: ``("tile",)`` to run token-wise regions in tiles, which changes the
+            order of sums in weight gradients.
         time_limit_seconds: how long to search; when it runs out the best plan so far is returned.
         free_bytes: what the device can give, for ``auto``.
         progress: called with (done, total, text).
@@ -78,11 +82,23 @@ def solve(
         InfeasibleBudget: no plan within the budget was found; the error has the least peak found, in bytes.
         PlanMismatch: a strategy chose what the executor cannot run.
     """
+    from recoup.solve.tiling import best_tiling, check_allowed, with_tiles  # solves each tiling, so it imports this module
+
     started = time.perf_counter()
     chosen, executors = strategy_of(strategy), executors_of(gear, graph.frontend)
     chosen = joint_of(chosen, routes_of(offload, host_budget, disk_budget, executors))
+    tiling = check_allowed(allow)
     unplanned = simulate(graph)
     budget_bytes = None if budget is None else parse_budget(budget).resolve(unplanned.peak_bytes, free_bytes)
+    if tiling and budget_bytes is not None:
+        found = best_tiling(graph, budget_bytes, chosen, executors, time_limit_seconds, progress)
+        if not found.best.feasible:
+            raise _infeasible(found.graph, budget_bytes, chosen.name, found.best, unplanned)
+        plan = plan_of(
+            found.graph, found.best.choice, found.best.simulation, found.best.executor, unplanned,
+            strategy=chosen.name, budget_bytes=budget_bytes, solve_seconds=time.perf_counter() - started,
+        )  # fmt: skip
+        return with_tiles(graph, plan, found, unplanned)
     best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress))
     if not best.feasible:
         assert budget_bytes is not None
@@ -185,11 +201,13 @@ def _infeasible(graph: StepGraph, budget_bytes: int, name: str, best: Decided, u
     share = simulation.peak_bytes / max(unplanned.peak_bytes, 1)
     other = "" if name in ("optimal", "joint") else ", strategy='optimal'"
     gear = ", gear='live'" if best.executor.name == STATIC.name else ""
+    sites = [region.site for region in graph.tileable if not region.reason]
+    tiles = f", or allow tiles (allow=('tile',), --allow tile) of {', '.join(pattern for pattern, _ in collapse(sites))}" if sites else ""
     return InfeasibleBudget(
         f"no plan of strategy {name!r} fits {format_bytes(budget_bytes)} in the {best.executor.name} gear"
         f"{f' ({best.choice.note})' if best.choice.note else ''}: the least peak found is {format_bytes(simulation.peak_bytes)}"
         f" ({simulation.peak_bytes} bytes, {share:.0%} of the unplanned {format_bytes(unplanned.peak_bytes)}), {moment}, where"
-        f" {standing_in_words(graph, simulation)} stand; allow that much, or try a smaller batch, shorter inputs{other}{gear}",
+        f" {standing_in_words(graph, simulation)} stand; allow that much, or try a smaller batch, shorter inputs{other}{gear}{tiles}",
         budget_bytes=budget_bytes,
         least_bytes=simulation.peak_bytes,
         moment=moment,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from recoup.graph import StepGraph
+from recoup.graph.tiled import tiled
 from recoup.plan import Plan
 from recoup.plan.words import decisions_in_words, promise_in_words
 from recoup.simulate import simulate_plan
@@ -21,6 +22,7 @@ def explain(graph: StepGraph, plan: Plan) -> str:
         PlanMismatch: the plan does not belong to the graph.
     """
     simulation = simulate_plan(graph, plan)
+    graph = tiled(graph, plan.tiles_by_module)
     lines = [
         *promise_in_words(plan),
         f"peak      {moment_in_words(graph, simulation)}",

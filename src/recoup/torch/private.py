@@ -18,14 +18,17 @@ __all__ = [
     "below_modes",
     "call_at_end_of_backward",
     "current_backward",
+    "current_node",
     "in_functional_transform",
     "is_faking",
+    "next_node",
     "outer_saved_tensor_hooks",
     "self_test",
     "shared_alias",
 ]
 
 TESTED_TORCH = ("2.13",)
+_UNNUMBERED = 1 << 62
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
@@ -34,6 +37,20 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 def current_backward() -> int:
     """The id of the backward pass that this thread works on, -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def next_node() -> int:
+    """The number that the next node of autograd's graph will have, counted in this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def current_node() -> int:
+    """The number of the node whose backward runs now; -1 outside of one, and for nodes that add to a leaf's gradient."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return -1
+    number = node._sequence_nr()
+    return -1 if number >= _UNNUMBERED else number
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -100,6 +117,7 @@ def self_test() -> list[tuple[str, bool, str]]:
     attempt("storages can be watched", _test_storage_watch)
     attempt("functional transforms can be seen", lambda: not in_functional_transform())
     attempt("dispatch modes can leave the compiler's guard out", lambda: hasattr(TorchDispatchMode, "_should_skip_dynamo"))
+    attempt("operations of the backward know their node", _test_node_numbers)
     attempt("module calls can be wrapped", lambda: "_compiled_call_impl" in torch.nn.Module._wrapped_call_impl.__code__.co_names)
     return results
 
@@ -117,6 +135,24 @@ def _test_backward_id() -> bool:
     y.register_hook(hook)
     y.sum().backward()
     return len(seen) == 1 and seen[0] != -1 and finished == [1] and current_backward() == -1
+
+
+def _test_node_numbers() -> bool:
+    x = torch.ones(2, requires_grad=True)
+    begin = next_node()
+    y = x * 2
+    end, seen = next_node(), []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        ) -> object:
+            seen.append(current_node())
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        y.sum().backward()
+    return begin < end and begin in seen and end in seen and current_node() == -1
 
 
 def _test_shared_alias() -> bool:

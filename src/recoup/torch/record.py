@@ -20,6 +20,7 @@ from recoup.torch.frames import OUTSIDE
 from recoup.torch.meter import device_of, measure_peak, profile_operations
 from recoup.torch.recorder import RecordedStorage, Recorder
 from recoup.torch.state import Snapshot
+from recoup.torch.tile.find import find_regions
 from recoup.torch.timing import clock_for, synchronizer, time_step
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def record(
 ) -> StepGraph:
     """Run a training step several times and write down what it does, what it costs and what of it may be rebuilt.
 
-    The step runs ``runs + 8`` times or so. Everything that Recoup can find of its state (parameters, buffers, gradients,
+    The step runs ``runs + 12`` times or so. Everything that Recoup can find of its state (parameters, buffers, gradients,
     optimizers, generators, plain attributes of modules) is put back after each run and at the end.
 
     Args:
@@ -76,7 +77,7 @@ class _Recording:
         self.runs = runs
         self.progress = progress
         self.device = device_of(model)
-        self.total = runs + 4
+        self.total = runs + 5
         self.done = 0
 
     def graph(self, name: str) -> StepGraph:
@@ -94,6 +95,9 @@ class _Recording:
             unheld = self._unheld(refused, main, snapshot)
             self._tell("measuring the peak")
             measured_bytes = measure_peak(self.step, self.model)
+            snapshot.restore()
+            self._tell("looking for token-wise regions")
+            tileable = find_regions(self.step, self.model, main, self.device, snapshot, measured_bytes)
         seconds = _least_seconds(main, passes)
         reasons = Reasons(main, passes, refused)
         graph = StepGraph(
@@ -113,6 +117,7 @@ class _Recording:
             measured_peak_bytes=measured_bytes,
             blocks=blocks_of(self.model, [op.module for op in main.ops if op.phase == "forward"]),
             root_calls=max(main.roots, 1),
+            tileable=tileable,
         )
         graph = corrected(graph)
         check(graph)

@@ -65,11 +65,17 @@ class Head:
         shape: of the whole result.
         apart: entered around what Recoup runs itself, so that nothing of it is taken for the model's.
         told: called with a reason where the values are asked for after all.
-        tiled: called where a loss runs in pieces.
+        tiled: called where a loss runs in pieces, with its region and its rows.
     """
 
     def __init__(
-        self, call: ModuleRegion, features: Tensor, shape: torch.Size, apart: Apart, told: Callable[[str], None], tiled: Callable[[], None]
+        self,
+        call: ModuleRegion,
+        features: Tensor,
+        shape: torch.Size,
+        apart: Apart,
+        told: Callable[[str], None],
+        tiled: Callable[[Region, Tensor], None],
     ) -> None:
         self.call = call
         self.features = features.detach()

@@ -70,11 +70,12 @@ def cross_entropy(
     flat = target.reshape(-1)
     with rows.head.apart():
         region = LossRegion(rows.region, flat, weight, ignore_index, label_smoothing)
+        features = rows.features.reshape(-1, rows.features.shape[-1])
         try:
-            losses = tiled_call(region, rows.features.reshape(-1, rows.features.shape[-1]))
+            losses = tiled_call(region, features)
         except Unfit:
             return NotImplemented
-        rows.head.tiled()
+        rows.head.tiled(region, features)
         if reduction == "none":
             return losses.view(target.shape)
         return _reduced(losses, flat, weight, ignore_index, reduction, label_smoothing)

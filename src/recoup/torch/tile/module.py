@@ -41,8 +41,16 @@ class ModuleRegion(Region):
         return result.reshape(rows.shape[0], result.shape[-1])
 
 
-def run_module(name: str, module: torch.nn.Module, inner: Call, tiles: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
-    """The call in pieces.
+def run_module(
+    name: str,
+    module: torch.nn.Module,
+    inner: Call,
+    tiles: int,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    watch: Callable[[Region], object] | None = None,
+) -> Tensor:
+    """The call in pieces; ``watch`` is shown how.
 
     Raises:
         Unfit: it cannot be; nothing has been done.
@@ -50,6 +58,8 @@ def run_module(name: str, module: torch.nn.Module, inner: Call, tiles: int, args
     """
     whole = demand_fit(module, args, kwargs)
     region = ModuleRegion(name, module, inner, tiles, whole)
+    if watch is not None:
+        watch(region)
     result = tiled_call(region, whole.reshape(-1, whole.shape[-1]))
     return result.view(*whole.shape[:-1], result.shape[-1])
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from recoup.errors import ReplayMismatch, UsageError
+from recoup.graph.tiled import piece_rows
 from recoup.torch.capture import default_generator
 from recoup.torch.probe import probe_of, read_probe, same_probe
 from recoup.torch.tile.standing import Standing
 from recoup.torch.views import layout_of
 
-__all__ = ["Autocast", "Region", "TiledCall", "Unfit", "gradients", "piece_rows", "tiled_call"]
+__all__ = ["Autocast", "Region", "TiledCall", "Unfit", "gradients", "tiled_call"]
 
 
 class Unfit(Exception):
@@ -79,11 +80,6 @@ class Region(ABC):
     @abstractmethod
     def run(self, rows: Tensor, start: int) -> Tensor:
         """The function of ``rows`` (of shape ``(n, features)``), which are the call's rows from ``start`` on: ``(n, ...)``."""
-
-
-def piece_rows(count: int, tiles: int) -> int:
-    """How many rows a piece has; the last one may have fewer."""
-    return max(-(-count // max(tiles, 1)), 1)
 
 
 def tiled_call(region: Region, rows: Tensor) -> Tensor:
@@ -183,8 +179,8 @@ def _backward(region: Region, rows: Tensor, needs: tuple[bool, ...], grad: Tenso
                 result = region.run(piece, start)
             if probes is not None and not same_probe(probes[number], _probed(result.detach())):
                 raise ReplayMismatch(
-                    f"{region.name}, run in tiles: rows from {start} on, run again in the backward, are not what the forward had: a number or"
-                    " a branch of the module changed in between. No weight has moved; leave it out of the plan's tiles."
+                    f"{region.name}, run in tiles: rows from {start} on, run again in the backward, are not what the forward had: a"
+                    " number or a branch of the module changed in between. No weight has moved; leave it out of the plan's tiles."
                 )
             if result.requires_grad:
                 if not start:

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor
 
 from recoup.errors import PlanMismatch
+from recoup.graph.tiles import LOSS, loss_site
 from recoup.torch.tile.deferred import Head, Rows, defer
 from recoup.torch.tile.module import ModuleRegion, demand_fit, run_module
-from recoup.torch.tile.pieces import Unfit
+from recoup.torch.tile.pieces import Region, Unfit
 
-__all__ = ["LOSS", "Tiler", "loss_site"]
+__all__ = ["Tiler"]
 
-LOSS = "/cross_entropy"
 Call = Callable[..., object]
-
-
-def loss_site(path: str) -> str:
-    """The name in plans of a vocabulary projection with the cross-entropy that follows it."""
-    return path + LOSS
 
 
 class Tiler:
@@ -42,6 +37,8 @@ class Tiler:
         self.apart = apart
         self.calls: Counter[str] = Counter()
         self.kept: dict[str, str] = {}
+        # Shown every loss that runs in tiles.
+        self.watch: Callable[[str, Region, Tensor], object] | None = None
         self._modules: dict[str, tuple[torch.nn.Module, int]] = {}
         self._heads: dict[str, tuple[torch.nn.Module, int]] = {}
         for site, count in tiles.items():
@@ -83,8 +80,10 @@ class Tiler:
         def told(reason: str) -> None:
             self.kept.setdefault(site, f"not run in tiles: {reason}")
 
-        def tiled() -> None:
+        def tiled(loss: Region, rows: Tensor) -> None:
             self.calls[site] += 1
+            if self.watch is not None:
+                self.watch(site, loss, rows)
 
         head = Head(region, whole, torch.Size((*whole.shape[:-1], row.shape[-1])), self.apart, told, tiled)
         return defer(Rows(head, whole), row.dtype)
