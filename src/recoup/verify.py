@@ -2,7 +2,8 @@
 
 A plan may change when memory is held and how long a step takes, and nothing else. So the comparison asks for equal
 bits, not for closeness; only where the unplanned step itself differs from run to run is that difference allowed for,
-and said. A plan with tiles changes the order of sums: what then differs is held against the same step in float64. The unplanned step of a compiled model is the one compiled with everything kept.
+and said. A plan with tiles changes the order of sums: what then differs is held against the same step in float64.
+The unplanned step of a compiled model is the one compiled with everything kept.
 """
 
 from __future__ import annotations
@@ -108,10 +109,10 @@ def verify(
 
     Compared bit by bit, after the first step and after the last: what the step returns, gradients, parameters,
     buffers, plain attributes of modules, optimizer state, generator states. Where a plan has tiles and bits differ, the
-    check gives the largest relative error against the step in float64 beside the unplanned step's own, and passes up to twice that. With ``measure``, also the peak against
-    the budget, the bytes left allocated from step to step, and the time. The state is put back at the end, whatever
-    happens. Beside the snapshot it holds a copy of parameters, gradients, buffers and optimizer state for each step
-    compared. ``offload_to`` is that of ``apply``.
+    check gives the largest relative error against the step in float64 beside the unplanned step's own, and passes up to
+    twice that. With ``measure``, also the peak against the budget, the bytes left allocated from step to step, and the
+    time. The state is put back at the end, whatever happens. Beside the snapshot it holds a copy of parameters,
+    gradients, buffers and optimizer state for each step compared. ``offload_to`` is that of ``apply``.
 
     Raises:
         UsageError: ``steps`` is less than one, or a plan is applied to the model already.

@@ -9,9 +9,21 @@ from recoup.cli.console import Console
 from recoup.errors import UsageError
 from recoup.units import Budget, parse_budget
 
-__all__ = ["add_output", "add_sizes", "add_solver", "check_solver", "derived_name", "free_to_write", "is_graph_file", "wrote"]
+__all__ = [
+    "add_allow",
+    "add_output",
+    "add_sizes",
+    "add_solver",
+    "check_solver",
+    "derived_name",
+    "free_to_write",
+    "is_graph_file",
+    "refuse_allow",
+    "wrote",
+]
 
 GEARS = ("auto", "live", "static", "compiled")
+ALLOWED = ("tile",)
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +36,25 @@ def add_solver(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
     parser.add_argument("--budget", required=required, metavar="BUDGET", help="6GiB, 60%% of the unplanned peak, or auto")
     parser.add_argument("--strategy", default="optimal", help="who decides (default: optimal)")
     parser.add_argument("--gear", choices=GEARS, default="auto", help="how the plan is run (default: the faster one)")
+    add_allow(parser)
+
+
+def add_allow(parser: argparse.ArgumentParser) -> None:
+    """``--allow``."""
+    parser.add_argument(
+        "--allow", action="append", default=[], choices=ALLOWED,
+        help="let plans do more: tile runs token-wise regions in pieces, which changes the order of sums in weight gradients",
+    )  # fmt: skip
+
+
+def refuse_allow(args: argparse.Namespace) -> None:
+    """For steps that cannot do more.
+
+    Raises:
+        UsageError: ``--allow`` is given.
+    """
+    if args.allow:
+        raise UsageError(f"--allow {args.allow[0]} is for steps of PyTorch in eager mode; this one is of JAX")
 
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:

@@ -27,6 +27,7 @@ POINT_FIELDS = (
     "feasible",
     "price_seconds_per_byte",
     "binding",
+    "tiles",
 )
 _VERIFICATION_FIELDS = (
     "passed",

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
+from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, refuse_allow, wrote
 from recoup.cli.console import Console
 from recoup.cli.offloading import add_offload, check_offload, links_for, refuse_offload
 from recoup.cli.workload import JaxWorkload, any_workload
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.cli import jax_steps
 
         refuse_offload(args)
+        refuse_allow(args)
         console.message(f"Fitting {workload.name} into {args.budget}")
         return jax_steps.fit(args, console, workload, path)
 
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     away: dict[str, Any] = {"offload": links, "host_budget": args.host_budget, "disk_budget": args.disk_budget}
     console.message(f"Fitting {workload.name} into {args.budget}")
     with console.progress("fit") as progress:
-        applied = fit(workload.model, workload.step, args.budget, strategy=args.strategy, gear=args.gear, **away, progress=progress)
+        options: dict[str, Any] = {"strategy": args.strategy, "gear": args.gear, "allow": args.allow, **away}
+        applied = fit(workload.model, workload.step, args.budget, **options, progress=progress)
     applied.remove()
     plan, verification = applied.plan, applied.verification
     save_plan(plan, path)

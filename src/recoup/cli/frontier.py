@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recoup.cli.arguments import GEARS, add_sizes, free_to_write, is_graph_file, wrote
+from recoup.cli.arguments import GEARS, add_allow, add_sizes, free_to_write, is_graph_file, refuse_allow, wrote
 from recoup.cli.console import Console
 from recoup.cli.offloading import add_offload, check_offload, links_for, refuse_offload
 from recoup.cli.sources import graph_of, jax_source
@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", type=_listed, metavar="LIST", help="names with commas (default: optimal, those of one plan, rotor)")
     parser.add_argument("--gear", choices=GEARS, default="auto", help="how plans are run (default: the faster one)")
     add_offload(parser)
+    add_allow(parser)
     parser.add_argument("--measure", type=int, default=0, metavar="K", help="apply and measure K of the points (workload only)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the frontier (.png, .pdf or .svg)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the points as CSV")
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     source = jax_source(args)
     if source is not None:
         refuse_offload(args)
+        refuse_allow(args)
         return _of_jax(args, console, source)
     graph, workload = graph_of(args, console)
 
@@ -60,8 +62,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.torch.free import free_bytes
 
         free = free_bytes(workload.model)
-    options: dict[str, Any] = {"budgets": args.budgets, "strategies": args.strategies, "gear": args.gear, "free_bytes": free}
+    options: dict[str, Any] = {"budgets": args.budgets, "strategies": args.strategies, "gear": args.gear, "allow": args.allow}
     options |= {"offload": links_for(args, console, workload), "host_budget": args.host_budget, "disk_budget": args.disk_budget}
+    options["free_bytes"] = free
     with console.progress("frontier") as progress:
         points = frontier(graph, **options, progress=progress)
     measured: tuple[FrontierPoint, ...] = ()
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.cli.measure import measure_points
 
         with console.progress("measure") as progress:
-            measured = measure_points(workload, graph, points, args.measure, progress)
+            measured = measure_points(workload, graph, points, args.measure, progress, args.allow)
     facts = {"points": [point_facts(point) for point in points], "measured": [point_facts(point) for point in measured]}
     extra = ("", "measured", frontier_table(measured)) if measured else ()
     console.data(facts, frontier_table(points), *extra)

@@ -36,7 +36,12 @@ def choose_points(points: Sequence[FrontierPoint], count: int) -> tuple[Frontier
 
 
 def measure_points(
-    workload: Workload, graph: StepGraph, points: Sequence[FrontierPoint], count: int, progress: Progress | None
+    workload: Workload,
+    graph: StepGraph,
+    points: Sequence[FrontierPoint],
+    count: int,
+    progress: Progress | None,
+    allow: Sequence[str] = (),
 ) -> tuple[FrontierPoint, ...]:
     """The chosen points with measured peak, measured median seconds, and their ratio to the unplanned step timed beside it."""
     from recoup.solve import solve
@@ -49,7 +54,7 @@ def measure_points(
         if progress is not None:
             progress(place, len(chosen), f"{point.strategy} {place + 1}")
         budget_bytes = point.budget_bytes or point.predicted_peak_bytes
-        plan = solve(graph, budget_bytes, strategy=point.strategy, gear=point.gear)
+        plan = solve(graph, budget_bytes, strategy=point.strategy, gear=point.gear, allow=allow if point.tiles else ())
         applied = apply(model, plan)
         with applied:
             for _ in range(_LEARNING_STEPS):

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, wrote
+from recoup.cli.arguments import add_output, add_sizes, add_solver, check_solver, derived_name, free_to_write, refuse_allow, wrote
 from recoup.cli.console import Console
 from recoup.cli.offloading import add_offload, check_offload, links_for, refuse_offload
 from recoup.cli.sources import graph_of, jax_source
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.cli import jax_steps
 
         refuse_offload(args)
+        refuse_allow(args)
         return jax_steps.solve(args, console, source, path)
     graph, workload = graph_of(args, console)
 
@@ -51,8 +52,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.torch.free import free_bytes
 
         free = free_bytes(workload.model)
-    options: dict[str, Any] = {"strategy": args.strategy, "gear": args.gear, "time_limit_seconds": args.time_limit, "free_bytes": free}
+    options: dict[str, Any] = {"strategy": args.strategy, "gear": args.gear, "allow": args.allow, "free_bytes": free}
     options |= {"offload": links_for(args, console, workload), "host_budget": args.host_budget, "disk_budget": args.disk_budget}
+    options["time_limit_seconds"] = args.time_limit
     with console.progress("solve") as progress:
         plan = solve(graph, budget, **options, progress=progress)
     save_plan(plan, path)

@@ -16,13 +16,15 @@ import msgspec
 from recoup.errors import PlanMismatch
 from recoup.graph.site import op_name
 from recoup.graph.step import Op, Ref, Save, StepGraph, Storage
-from recoup.graph.tiles import TileRegion, scratch_bytes
+from recoup.graph.tiles import LOSS, TileRegion, scratch_bytes
 
 __all__ = ["MADE_IN_TILES", "demand_tileable", "piece_rows", "tiled"]
 
 MADE_IN_TILES = "made by a call that runs in tiles"
 _RENUMBERED = "its number in its module changes when the loss runs in tiles"
-_OP_SECONDS = 10e-6  # for each operation of each piece: the call itself, beyond the work
+# What a piece costs beyond its work, forward and backward, and each of its operations: slicing, calling, a backward pass of its own.
+_PIECE_SECONDS = {True: 60e-6, False: 250e-6}
+_OP_SECONDS = 20e-6
 _BYTES_PER_SECOND = 1e10
 _LARGE = 1 << 20
 
@@ -197,7 +199,6 @@ class _Tiling:
             inputs = kept | inputs
         outputs = {ref.storage: ref for op in members for ref in op.outputs if ref.storage in ids and ref.storage in made}
         mutates = tuple(dict.fromkeys(v for op in members for v in op.mutates if v in ids and v not in made))
-        first = members[0]
         kind = "forward" if group.forward else "backward"
         scratch = scratch_bytes(group.region.samples, piece_rows(group.region.rows, group.tiles))
         # What a graph counts at every moment, since the allocator saw more than it knows of, is counted here too.
@@ -213,8 +214,8 @@ class _Tiling:
             seconds=self._seconds(group),
             flops=sum(op.flops for op in members) + (0 if group.forward else sum(self.old.ops[op].flops for op in group.region.forward)),
             scratch_bytes=floor + (scratch[0] if group.forward else scratch[1]),
-            module=first.module,
-            call=first.call,
+            module=group.region.site.removesuffix(LOSS),
+            call=group.region.call,
             phase="forward" if group.forward else "backward",
             provenance="modelled",
         )
@@ -230,7 +231,7 @@ class _Tiling:
         pieces = min(group.tiles, group.region.rows)
         own = [ops[op].seconds for op in group.ops]
         again = [] if group.forward else [ops[op].seconds for op in group.region.forward]
-        seconds = sum(own) + sum(again) + pieces * _OP_SECONDS * (len(own) + len(again))
+        seconds = sum(own) + sum(again) + pieces * (_PIECE_SECONDS[group.forward] + _OP_SECONDS * (len(own) + len(again)))
         if not group.forward:
             # From the second piece on weight gradients are added to what stands: read twice, written once.
             outlive = sum(
@@ -303,8 +304,8 @@ class _Tiling:
         """Operations that count on from some that a tiled loss leaves out of a module call around it."""
         left: dict[tuple[str, int, str], int] = {}
         for region, _ in self.chosen:
-            head = region.site.rpartition("/")[0]
-            for op in region.forward if "/" in region.site else ():
+            head = region.site.removesuffix(LOSS)
+            for op in region.forward if region.site.endswith(LOSS) else ():
                 old = self.old.ops[op]
                 if (old.module != head and not old.module.startswith(f"{head}.")) or not head:
                     left.setdefault((old.module, old.call, op_name(old.target)), op)

@@ -87,7 +87,8 @@ def frontier_table(points: Sequence[FrontierPoint]) -> Table:
         row += [_bytes(point.measured_peak_bytes)] if measured else []
         row += [format_seconds(point.step_seconds), _ratio(point.relative_time), _gap(point.gap)]
         row += [_price(point.price_seconds_per_byte)] if priced else []
-        table.add_row(*row, "" if point.feasible else "over budget", style=None if point.feasible else "dim")
+        remark = point.tiles if point.feasible else "over budget"
+        table.add_row(*row, escape(remark), style=None if point.feasible else "dim")
     return table
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recoup.cost import OffloadLink
 from recoup.graph import StepGraph
+from recoup.graph.tiled import tiled
 from recoup.plan import Capabilities
 from recoup.simulate import Simulation, simulate
 from recoup.simulate.index import replays
@@ -20,6 +21,7 @@ from recoup.solve.offload import Joint, routes_of
 from recoup.solve.optimal import Optimal
 from recoup.solve.planning import gap_of
 from recoup.solve.strategy import Problem, Progress, Strategy, takes_budgets
+from recoup.solve.tiling import check_allowed, tiles_in_words, tilings
 from recoup.solve.warm import Warm
 from recoup.units import Budget, parse_budget
 
@@ -44,6 +46,7 @@ class FrontierPoint:
         feasible: whether the peak is within the budget.
         price_seconds_per_byte: what one more byte of budget would save, by the linear program; None if not known.
         binding: where memory binds most, in words; '' if not known.
+        tiles: what runs in tiles, with how many, in words; '' for nothing.
     """
 
     strategy: str
@@ -57,6 +60,7 @@ class FrontierPoint:
     feasible: bool
     price_seconds_per_byte: float | None = None
     binding: str = ""
+    tiles: str = ""
 
 
 def frontier(
@@ -65,6 +69,7 @@ def frontier(
     strategies: Sequence[str | Strategy] | None = None,
     *,
     gear: str = "auto",
+    allow: Sequence[str] = (),
     time_limit_seconds: float = 20.0,
     free_bytes: int | None = None,
     progress: Progress | None = None,
@@ -79,6 +84,7 @@ def frontier(
         budgets: as for ``solve``; by default ten from the least feasible peak to the unplanned one.
         strategies: names or objects; by default ``optimal``, the fixed ones, and ``rotor`` where the step is a chain.
         gear: as for ``solve``.
+        allow: as for ``solve``; with tiles each curve is the best of those of a few tilings.
         time_limit_seconds: for each point.
         free_bytes: what the device can give, for the budget ``auto``.
         progress: called with (points done, points in all, text).
@@ -97,7 +103,8 @@ def frontier(
     joint = None if routes is None else Joint(routes)
     chosen = chosen if joint is None else [joint, *chosen]
     unplanned = simulate(graph)
-    amounts = _amounts(graph, budgets, executors, unplanned, free_bytes, joint)
+    steps = {tiles_in_words(tiling): tiled(graph, tiling) for tiling in (tilings(graph) if check_allowed(allow) else [{}])}
+    amounts = _amounts(list(steps.values()), budgets, executors, unplanned, free_bytes, joint)
     total = sum(len(amounts) if takes_budgets(strategy) else 1 for strategy in chosen)
     points: list[FrontierPoint] = []
     for strategy in chosen:
@@ -106,7 +113,15 @@ def frontier(
             best = best_of(decide_all(graph, None, strategy, executors, time_limit_seconds))
             points.append(_point(graph, strategy, 0, best, best.choice.bound_seconds, unplanned))
             continue
-        points.extend(_curve(graph, strategy, amounts, executors, time_limit_seconds, unplanned, progress, (len(points), total)))
+        done = len(points), total
+        curves = [
+            [
+                replace(point, tiles=name)
+                for point in _curve(step, strategy, amounts, executors, time_limit_seconds, unplanned, progress, done)
+            ]
+            for name, step in steps.items()
+        ]
+        points.extend(_best_point(same) for same in zip(*curves, strict=True))
     _tell(progress, total, total, "done")
     return tuple(points)
 
@@ -115,8 +130,14 @@ def _default_strategies(graph: StepGraph) -> list[Strategy]:
     return [Optimal(), *NAMED, *([Rotor()] if can_wait(replays(graph)) else [])]
 
 
+def _best_point(points: Sequence[FrontierPoint]) -> FrontierPoint:
+    """The fastest that fits, of those the one with least in tiles; without one the one with the least peak."""
+    feasible = [point for point in points if point.feasible]
+    return min(feasible, key=lambda point: point.step_seconds) if feasible else min(points, key=lambda point: point.predicted_peak_bytes)
+
+
 def _amounts(
-    graph: StepGraph,
+    steps: Sequence[StepGraph],
     budgets: Sequence[str | int | Budget] | None,
     executors: tuple[Capabilities, ...],
     unplanned: Simulation,
@@ -128,9 +149,9 @@ def _amounts(
     if budgets is not None:
         return sorted({parse_budget(budget).resolve(peak, free_bytes) for budget in budgets})
     if joint is None:
-        least = min(least_peak(graph, executor)[0] for executor in executors)
+        least = min(least_peak(step, executor)[0] for step in steps for executor in executors)
     else:
-        least = min(joint.least_peak_bytes(graph, executor) for executor in executors)
+        least = min(joint.least_peak_bytes(step, executor) for step in steps for executor in executors)
     return sorted({least + (peak - least) * place // (_POINTS - 1) for place in range(_POINTS)})
 
 
@@ -170,7 +191,7 @@ def _point(graph: StepGraph, strategy: Strategy, budget: int, best: Decided, bou
     seconds = best.simulation.step_seconds
     choice = best.choice
     if choice.drops_nothing:
-        bound = unplanned.step_seconds
+        bound = replays(graph).base_seconds
     return FrontierPoint(
         strategy=strategy.name,
         gear=best.executor.name,

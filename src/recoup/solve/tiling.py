@@ -26,7 +26,7 @@ from recoup.solve.planning import gap_of
 from recoup.solve.strategy import Problem, Progress, Strategy
 from recoup.units import format_bytes
 
-__all__ = ["Tiled", "best_tiling", "check_allowed", "tileable_sites", "tilings", "with_tiles"]
+__all__ = ["Tiled", "best_tiling", "check_allowed", "tileable_sites", "tiles_in_words", "tilings", "with_tiles"]
 
 Tiling = dict[str, int]
 _ALLOWED = ("tile",)
@@ -129,7 +129,7 @@ class _Search:
         if self._left() < self.seconds / 2 and self.bounds:
             return
         graph = tiled(self.graph, tiling)
-        self._tell(len(self.bounds), f"bounding {_named(tiling)}")
+        self._tell(len(self.bounds), f"bounding {tiles_in_words(tiling) or 'no tiles'}")
         if not isinstance(self.strategy, Optimal):
             self.bounds[_key(tiling)] = simulate(graph).step_seconds
             return
@@ -141,7 +141,7 @@ class _Search:
     def _solve(self, tiling: Tiling) -> None:
         if any(known == tiling for known, _ in self.found):
             return
-        self._tell(len(self.found), f"solving {_named(tiling)}")
+        self._tell(len(self.found), f"solving {tiles_in_words(tiling) or 'no tiles'}")
         limit = max(self._left() / 2, self.seconds / 10)
         self.found.append((tiling, best_of(decide_all(tiled(self.graph, tiling), self.budget_bytes, self.strategy, self.executors, limit))))
 
@@ -170,8 +170,9 @@ def _key(tiling: Tiling) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(tiling.items()))
 
 
-def _named(tiling: Tiling) -> str:
-    return ", ".join(f"{pattern} in {tiling[sites[0]]}" for pattern, sites in collapse(tiling)) or "without tiles"
+def tiles_in_words(tiling: Tiling) -> str:
+    """Such as ``lm_head/cross_entropy in 8, model.layers.[0-9].mlp in 4``; '' for no tiles."""
+    return ", ".join(f"{pattern} in {tiling[sites[0]]}" for pattern, sites in collapse(tiling))
 
 
 def tilings(graph: StepGraph) -> list[Tiling]:

@@ -112,11 +112,12 @@ class _Finder:
             reader = next((number for number in self.readers.get(v, ()) if number not in own), None)
             if reader is not None:
                 return f"{watcher.ops[reader].site} reads {watcher.storages[v].site}, which is made inside of it"
-        begin = parts.backward[0]
+        begins: dict[int, int] = {}
         for number in parts.backward:
+            begin = begins.setdefault(self._pass(number), number)
             for ref in watcher.ops[number].inputs:
                 producer = watcher.storages[ref.storage].producer
-                if producer is not None and producer not in own and begin < producer and self._pass(producer) == self._pass(begin):
+                if producer is not None and producer not in own and begin < producer:
                     return f"its backward waits for {watcher.ops[producer].site}"
         return ""
 

@@ -24,7 +24,7 @@ __all__ = ["compared_with_exact", "in_float64"]
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _FACTOR = 2.0
 _UNITS = 8.0
-# An entry much smaller than the others of its kind, such as a gradient that is zero but for rounding, is not asked for more digits than they.
+# An entry much smaller than the others of its kind, such as a gradient that is zero but for rounding, need not have more digits than they.
 _SMALL = 1e-3
 # Where the float64 step is that far from the plain one, it has taken another course (another route, other random numbers).
 _ASTRAY = 1e-2
@@ -105,7 +105,10 @@ def compared_with_exact(
             if not apart <= _APART_UNITS * eps:
                 return False, f"{name!r}: {apart:.2g} from the plain step, and the float64 step, {own:.2g} from it, took another course"
         elif not tiled <= _FACTOR * own + _UNITS * eps:
-            return False, f"{name!r}: relative error against float64 {tiled:.2g}, without tiles {own:.2g}; allowed is {_FACTOR:.0f} times that"
+            return (
+                False,
+                f"{name!r}: relative error against float64 {tiled:.2g}, without tiles {own:.2g}; allowed is {_FACTOR:.0f} times that",
+            )
         if tiled >= worst[1]:
             worst = (name, tiled, own)
     return True, (
