@@ -71,6 +71,7 @@ class Point:
     feasible: bool = True
     price_seconds_per_byte: float | None = None
     binding: str = ""
+    tiles: str = ""
 
 
 POINTS = (Point("none", 0, 1000, 1.0), *(Point("optimal", 100 * place, 100 * place - 1) for place in range(4, 10)))

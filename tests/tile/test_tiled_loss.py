@@ -154,6 +154,7 @@ def test_autocast_and_scaled_losses() -> None:
 USES: dict[str, Callable[[Tensor], object]] = {
     "argmax": lambda logits: logits.argmax(-1),
     "softmax": lambda logits: torch.softmax(logits, -1),
+    "all of it": lambda logits: logits[()] + 0,
     "one row": lambda logits: logits[0, 0],
     "last of the vocabulary": lambda logits: logits[..., -1],
     "first half of the vocabulary": lambda logits: logits[..., :25],

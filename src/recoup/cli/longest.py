@@ -58,8 +58,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from recoup.solve import explain
 
     console.message(f"Looking for the largest {args.over} of {args.source} within {args.budget}")
-    names = ("over", "sizes", "least", "most", "multiple", "strategy", "gear", "check", "tokens")
-    options = {name: getattr(args, name) for name in (*names, "host_budget", "disk_budget")}
+    names = ("over", "sizes", "least", "most", "multiple", "strategy", "gear", "allow", "check", "tokens", "host_budget", "disk_budget")
+    options = {name: getattr(args, name) for name in names}
     options["offload"] = wanted_of(args) or None
     with console.progress("longest") as progress:
         found = longest(_maker(args), args.budget, **options, progress=progress)

@@ -138,6 +138,11 @@ class ScaledStep:
             signature="".join(part if isinstance(part, str) else str(part.at(size)) for part in self._signature),
             step_seconds=largest.step_seconds * sum(seconds) / recorded if recorded else largest.step_seconds,
             measured_peak_bytes=None,
+            # Rows of a region grow as the storage of its input does.
+            tileable=tuple(
+                msgspec.structs.replace(region, rows=amounts[region.source] * region.rows // max(largest.storages[region.source].bytes, 1))
+                for region in largest.tileable
+            ),
             name=f"{self.over}={size}",
         )
 

@@ -19,6 +19,7 @@ from recoup.longest.workshop import CheckMode, Make, Progress, Workshop
 from recoup.plan import Plan
 from recoup.solve.entry import executors_of, strategy_of
 from recoup.solve.strategy import Strategy
+from recoup.solve.tiling import check_allowed
 from recoup.torch.meter import device_of
 from recoup.torch.offload.links import Wanted, links_of
 from recoup.units import Budget, parse_budget
@@ -105,6 +106,7 @@ def longest(
     multiple: int = 1,
     strategy: str | Strategy = "optimal",
     gear: str = "auto",
+    allow: Sequence[str] = (),
     check: CheckMode = "auto",
     tokens: int | Callable[[int], int] | None = None,
     offload: Wanted | Sequence[Wanted] | None = None,
@@ -124,6 +126,7 @@ def longest(
         multiple: the answer, and what is recorded by default, are multiples of it.
         strategy: ``optimal``, or a named strategy.
         gear: ``live``, ``static``, or ``auto`` for the one that is faster by the simulation.
+        allow: as for ``solve``.
         check: ``compared`` verifies the plan at the answer, which runs the unplanned step there too; ``alone`` runs only the
             planned step there, and compares at the largest recorded size; ``auto`` compares at the answer if the device
             has room for the unplanned step and copies of its state.
@@ -143,10 +146,11 @@ def longest(
     if check not in ("auto", "compared", "alone"):
         raise UsageError(f"check is 'auto', 'compared' or 'alone', not {check!r}")
     executors_of(gear)
+    check_allowed(allow)
     grid = _grid(least, most, multiple)
     if sizes is not None and (len(set(sizes)) < 3 or min(sizes) < 1):
         raise UsageError(f"three or more different sizes are recorded, each at least 1; got {sizes}")
-    means: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget}
+    means: dict[str, Any] = {"allow": tuple(allow), "host_budget": host_budget, "disk_budget": disk_budget}
     workshop = Workshop(make, over, strategy_of(strategy), gear, means, check, progress or (lambda done, total, text: None))
     if offload is not None:
         means["offload"] = links_of(offload, device_of(workshop.made(grid[0])[0]))

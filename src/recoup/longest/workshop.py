@@ -69,7 +69,7 @@ class Workshop:
         make: called with ``over`` as a keyword; returns the model and its step.
         over: the name of the size.
         strategy, gear: as for ``solve``.
-        means: what else a plan may use, as arguments of ``solve``: links to offload over, budgets of what waits there.
+        means: what else a plan may use, as arguments of ``solve``: what is allowed, links to offload over, budgets of what waits there.
         check: as for ``longest``.
         progress: told what is going on.
     """

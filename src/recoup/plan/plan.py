@@ -51,7 +51,8 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             the storage is rebuilt whenever a replay needs it. A range as long as that of ``site`` goes with it layer by
             layer; '' holds every copy from the first one on.
         target: for ``offload``, where the storage waits.
-        tiles: for ``tile``, in how many pieces the module that ``site`` names runs.
+        tiles: for ``tile``, in how many pieces the region that ``site`` names runs: a module's path, or ``path/cross_entropy`` for a
+            vocabulary projection with its loss.
     """
 
     site: str
@@ -141,7 +142,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @cached_property
     def tiles_by_module(self) -> dict[str, int]:
-        """For each module that runs in pieces, by path, in how many; ranges expanded."""
+        """For each module that runs in pieces, by path (``path/cross_entropy`` with its loss), in how many; ranges expanded."""
         return {path: decision.tiles for decision in self.decisions if decision.action == "tile" for path in expand(decision.site)}
 
     @cached_property

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recoup.graph.peak import peak_bytes
+from recoup.graph.site import collapse
 from recoup.graph.step import StepGraph
 from recoup.plan.plan import Plan
 from recoup.units import format_bytes, format_seconds
@@ -148,8 +149,14 @@ def graph_summary(graph: StepGraph) -> Table:
         ("saved", f"{_bytes(sum(item.bytes for item in held))} of activations, {_bytes(replayable)} of them can be recomputed"),
         ("time", f"{format_seconds(graph.step_seconds)} a step" if graph.step_seconds else "not timed"),
         ("blocks", f"{len(graph.blocks)} repeated blocks" if graph.blocks else "no repeated blocks"),
+        *((("tiles", f"{', '.join(_tileable(graph))} can run in tiles"),) if any(_tileable(graph)) else ()),
         ("fingerprint", graph.fingerprint),
     )
+
+
+def _tileable(graph: StepGraph) -> list[str]:
+    """The regions that may run in tiles, identical layers together."""
+    return [pattern for pattern, _ in collapse(dict.fromkeys(region.site for region in graph.tileable if not region.reason))]
 
 
 def longest_summary(found: Longest) -> Group:

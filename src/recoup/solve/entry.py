@@ -201,7 +201,7 @@ def _infeasible(graph: StepGraph, budget_bytes: int, name: str, best: Decided, u
     share = simulation.peak_bytes / max(unplanned.peak_bytes, 1)
     other = "" if name in ("optimal", "joint") else ", strategy='optimal'"
     gear = ", gear='live'" if best.executor.name == STATIC.name else ""
-    sites = [region.site for region in graph.tileable if not region.reason]
+    sites = dict.fromkeys(region.site for region in graph.tileable if not region.reason)
     tiles = f", or allow tiles (allow=('tile',), --allow tile) of {', '.join(pattern for pattern, _ in collapse(sites))}" if sites else ""
     return InfeasibleBudget(
         f"no plan of strategy {name!r} fits {format_bytes(budget_bytes)} in the {best.executor.name} gear"

@@ -30,8 +30,9 @@ __all__ = ["Tiled", "best_tiling", "check_allowed", "tileable_sites", "tiles_in_
 
 Tiling = dict[str, int]
 _ALLOWED = ("tile",)
-_LOSS_PIECES = (2, 4, 8, 16, 32, 64)
+_LOSS_PIECES = (2, 4, 8, 16, 32, 64, 128, 256)
 _MODULE_PIECES = (2, 4, 8, 16, 32)
+_ROWS = 8  # that a piece has at least: smaller ones cost more time than they save bytes
 _KEPT = 2  # tilings of losses that go on to be combined with tilings of modules
 
 
@@ -220,7 +221,7 @@ def _first_calls(graph: StepGraph) -> list[TileRegion]:
 
 def _uniform(graph: StepGraph, sites: Sequence[str], pieces: Sequence[int]) -> list[Tiling]:
     rows = min((region.rows for region in graph.tileable if region.site in sites), default=0)
-    return [dict.fromkeys(sites, count) for count in pieces if count <= rows] if sites else []
+    return [dict.fromkeys(sites, count) for count in pieces if rows // count >= _ROWS or count == pieces[0] <= rows] if sites else []
 
 
 def made_bytes(graph: StepGraph, region: TileRegion) -> int:

@@ -26,7 +26,8 @@ from recoup.torch.tile.pieces import Region, Unfit, tiled_call
 __all__ = ["Verdict", "allowed", "apart", "audit_call", "intercepted", "sampled"]
 
 _PIECES = 3
-_SIZES = (2, 4, 8, 16, 32, 64)
+_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+_ROWS = 8  # smaller pieces are not worth measuring
 # Two orders of one sum differ by a few units in the last place of the largest partial sum; a call that mixes rows by far more.
 _UNITS = 64
 _NARROW_UNITS = 8
@@ -58,7 +59,7 @@ def audit_call(
         if reason:
             return Verdict(reason)
         region: list[Region] = []
-        split = _outcome(lambda rows: run_module(path or "the model", module, inner, _PIECES, (rows,), {}, region.append), module, whole)
+        split = _outcome(lambda rows: run_module(path or "the model", module, _PIECES, (rows,), {}, region.append), module, whole)
     except (Unfit, RecoupError) as error:
         return Verdict(str(error))
     except Exception as error:  # whatever a module raises when it is given a part of its rows
@@ -78,7 +79,7 @@ def sampled(region: Region, rows: Tensor, kept_bytes: int = 0) -> tuple[Sample, 
     meter = meter_for(rows.device)
     for tiles in _SIZES:
         size = piece_rows(count, tiles)
-        if size in found or tiles > count:
+        if size in found or (found and size < _ROWS):
             continue
         pair = copy.copy(region)
         pair.tiles = 2

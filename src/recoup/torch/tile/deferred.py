@@ -92,7 +92,7 @@ class Head:
         """The head's result, as a plain call gives it; computed once."""
         if self.whole is None:
             self.demand_unchanged()
-            with self.apart(), torch.no_grad(), self.call.standing.restored({}):
+            with self.apart(), torch.no_grad():
                 self.whole = self.call.run(self.features.reshape(-1, self.features.shape[-1]), 0).view(self.shape)
         return self.whole
 

@@ -11,20 +11,19 @@ from torch.nn.modules.module import _has_any_global_hook
 from recoup.torch.live import outer_recomputes
 from recoup.torch.private import below_backward
 from recoup.torch.tile.pieces import Region, Unfit, tiled_call
+from recoup.torch.tile.standing import is_replaced
 from recoup.torch.views import is_plain
 
 __all__ = ["ModuleRegion", "demand_fit", "run_module"]
 
-Call = Callable[..., object]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ModuleRegion(Region):
     """A module's call, flattened to rows: a piece has as many dimensions as the whole, all leading ones but the last of size one."""
 
-    def __init__(self, name: str, module: torch.nn.Module, inner: Call, tiles: int, like: Tensor) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, tiles: int, like: Tensor) -> None:
         super().__init__(name, module, tiles, like.device)
-        self.inner = inner
         self.lead = (1,) * (like.dim() - 2)
 
     def run(self, rows: Tensor, start: int) -> Tensor:
@@ -34,7 +33,7 @@ class ModuleRegion(Region):
             Unfit: it does not give one tensor with a row for each of these.
         """
         with self.autocast.entered():
-            result = self.inner(rows.view(*self.lead, *rows.shape))
+            result = self.standing.call(rows.view(*self.lead, *rows.shape))
         if not isinstance(result, Tensor) or result.shape[:-1] != (*self.lead, rows.shape[0]):
             found = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise Unfit(f"it gives {found} for {rows.shape[0]} rows")
@@ -44,7 +43,6 @@ class ModuleRegion(Region):
 def run_module(
     name: str,
     module: torch.nn.Module,
-    inner: Call,
     tiles: int,
     args: tuple[object, ...],
     kwargs: dict[str, object],
@@ -57,7 +55,7 @@ def run_module(
         UsageError: the module writes its input in place.
     """
     whole = demand_fit(module, args, kwargs)
-    region = ModuleRegion(name, module, inner, tiles, whole)
+    region = ModuleRegion(name, module, tiles, whole)
     if watch is not None:
         watch(region)
     result = tiled_call(region, whole.reshape(-1, whole.shape[-1]))
@@ -82,6 +80,8 @@ def demand_fit(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[s
     if _has_any_global_hook():
         raise Unfit("hooks on all modules would run once for each piece")
     for part in module.modules():
+        if is_replaced(part):
+            raise Unfit(f"a {type(part).__name__} in it is compiled")
         if any(getattr(part, name) for name in _HOOKS):
             raise Unfit(f"a {type(part).__name__} in it has hooks, which would run once for each piece")
         if not all(is_plain(tensor) for table in (part._parameters, part._buffers) for tensor in table.values() if tensor is not None):

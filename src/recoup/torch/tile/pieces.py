@@ -172,7 +172,7 @@ def _backward(region: Region, rows: Tensor, needs: tuple[bool, ...], grad: Tenso
             instead[id(parameter)] = parameter.detach()
     allowed = {id(one.leaf) for one in sums if one is not None}
     rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
-    with region.standing.restored(instead):
+    with region.standing.with_tensors(instead):
         for number, start in enumerate(range(0, count, size)):
             piece = rows[start : start + size].detach().requires_grad_(needs[0])
             with torch.enable_grad():
@@ -243,7 +243,7 @@ def _differentiable(region: Region, rows: Tensor, tensors: list[Tensor], needs: 
     instead = {id(old): new for old, new in zip(region.tensors, tensors, strict=True)}
     inputs = [rows, *tensors]
     wanted = [tensor for tensor, needed in zip(inputs, needs, strict=True) if needed]
-    with region.standing.restored(instead):
+    with region.standing.with_tensors(instead):
         result = region.run(rows, 0)
     if not wanted or not result.requires_grad:
         return [None] * len(inputs)

@@ -59,6 +59,8 @@ def _item(logits: Deferred, index: Any) -> object:
     if rows.classes_first:
         return NotImplemented
     parts = index if isinstance(index, tuple) else (index,)
+    if not parts:
+        return NotImplemented
     used = 0
     for part in parts:
         if isinstance(part, Tensor) and not isinstance(part, Deferred) and part.dtype in (torch.bool, torch.int64):

@@ -57,22 +57,19 @@ class Tiler:
             try:
                 with self.apart(counting=path in self._modules):
                     if path in self._modules:
-                        result = run_module(path or "the model", *self._with(path, inner), args, kwargs)
+                        module, count = self._modules[path]
+                        result = run_module(path or "the model", module, count, args, kwargs)
                         self.calls[site] += 1
                         return result
-                    return self._deferred(path, inner, args, kwargs)
+                    return self._deferred(path, args, kwargs)
             except Unfit as reason:
                 self.kept.setdefault(site, f"not run in tiles: {reason}")
         return inner(*args, **kwargs)
 
-    def _with(self, path: str, inner: Call) -> tuple[torch.nn.Module, Call, int]:
-        module, count = self._modules[path]
-        return module, inner, count
-
-    def _deferred(self, path: str, inner: Call, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
+    def _deferred(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
         module, count = self._heads[path]
         whole = demand_fit(module, args, kwargs)
-        region = ModuleRegion(path or "the model", module, inner, count, whole)
+        region = ModuleRegion(path or "the model", module, count, whole)
         with torch.no_grad():
             row = region.run(whole.detach().reshape(-1, whole.shape[-1])[:1], 0)
         site = loss_site(path)
