@@ -30,6 +30,7 @@ class Point:
     feasible: bool = True
     price_seconds_per_byte: float | None = None
     binding: str = ""
+    tiles: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import recoup
 from benchmarks.workloads import load
+from recoup.cli import main
 from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError, VerifyFailure
 from recoup.graph import StepGraph
 from recoup.graph.rules import check
@@ -184,6 +185,28 @@ def test_what_fails_the_audit_is_refused_with_the_reason(kind: str) -> None:
         tiled(graph, {"part": 2})
 
 
+def test_the_head_is_the_innermost_call_that_makes_the_logits() -> None:
+    class Root(nn.Module):
+        """Of the same form as a head, and no head: it mixes rows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 3000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + x.mean(1, keepdim=True))
+
+    model = Root()
+    x, targets = torch.randn(4, 16, 16), torch.randint(3000, (4, 16))
+
+    def step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x).view(-1, 3000), targets.view(-1)).backward()
+
+    reasons = {region.site: region.reason for region in record(step, model=model, runs=1).tileable}
+    assert reasons["head.1/cross_entropy"] == ""
+
+
 def test_a_loss_whose_logits_are_read_elsewhere_is_refused() -> None:
     model = Tower(words=4000)
     ids = torch.randint(4000, (4, 16))
@@ -337,6 +360,39 @@ def test_a_frontier_with_tiles_is_never_above_one_without() -> None:
     assert in_tiles[-1].tiles == ""
     assert all(one.step_seconds <= other.step_seconds for one, other in zip(in_tiles[2:], plain[2:], strict=True))
     assert [point.step_seconds for point in in_tiles] == sorted((point.step_seconds for point in in_tiles), reverse=True)
+
+
+def test_a_sequence_is_longer_with_tiles() -> None:
+    def make(*, sequence: int) -> tuple[nn.Module, Step]:
+        return logits_dominate(2000, 16, 2, sequence)
+
+    found = recoup.longest(make, "2MiB", over="sequence", multiple=32, most=512, sizes=(32, 64, 96), allow=("tile",), check="alone")
+    assert found.plan.tiles_by_module["head/cross_entropy"] > 1
+    assert found.size >= 3 * max(found.unplanned_size, 32)
+    assert found.verification.passed
+    assert found.measured_peak_bytes <= 2 << 20
+
+
+@pytest.mark.parametrize("verb", ["solve", "fit"])
+def test_on_the_command_line(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_graph(workload("dominated")[2], tmp_path / "wide.graph.json")
+    source = "wide.graph.json"
+    if verb == "fit":
+        Path("wide.py").write_text(
+            "import sys\n"
+            f"sys.path[:0] = [{str(Path(__file__).resolve().parent.parent)!r}]\n"
+            "from tile.test_tiled_steps import logits_dominate\n"
+            "def workload():\n    return logits_dominate(4000, 32, 2, 128)\n"
+        )
+        source = "wide.py:workload"
+    assert main([verb, source, "--budget", "30%"]) == 3
+    assert "--allow tile" in capsys.readouterr().err
+    assert main([verb, source, "--budget", "30%", "--allow", "tile", "-o", "wide.plan.json"]) == 0
+    out = capsys.readouterr().out
+    assert "run in tiles" in out
+    assert load_plan("wide.plan.json").tiles_by_module["head/cross_entropy"] > 1
+    assert verb == "solve" or "largest relative error against float64" in out
 
 
 # -- verifying

@@ -60,6 +60,7 @@ def audit_call(
             return Verdict(reason)
         region: list[Region] = []
         split = _outcome(lambda rows: run_module(path or "the model", module, _PIECES, (rows,), {}, region.append), module, whole)
+        samples = sampled(region[0], whole.detach().reshape(-1, whole.shape[-1]))
     except (Unfit, RecoupError) as error:
         return Verdict(str(error))
     except Exception as error:  # whatever a module raises when it is given a part of its rows
@@ -70,7 +71,7 @@ def audit_call(
         if found > limit:
             return Verdict(f"a part of its rows gives another {name} than the whole: {found:.1e} apart, {limit:.1e} is allowed")
         worst = max(worst, found)
-    return Verdict("", worst, sampled(region[0], whole.detach().reshape(-1, whole.shape[-1])))
+    return Verdict("", worst, samples)
 
 
 def sampled(region: Region, rows: Tensor, kept_bytes: int = 0) -> tuple[Sample, ...]:

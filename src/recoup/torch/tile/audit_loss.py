@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from recoup.errors import RecoupError
 from recoup.graph.tiles import Sample
 from recoup.torch.private import below_backward
 from recoup.torch.state import Snapshot
@@ -56,7 +55,7 @@ class _Bench:
         try:
             with intercepted(self.model, self._around):
                 step()
-        except (RecoupError, RuntimeError, TypeError, NotImplementedError) as error:
+        except Exception as error:  # whatever the step raises when it is given logits that are not there
             return f"the step fails with it in tiles: {type(error).__name__}: {error}"
         return ""
 

@@ -169,22 +169,25 @@ class _Audit:
         self.calls: dict[str, int] = {}
         self.verdicts: dict[tuple[str, int], Verdict] = {}
         self.kinds: dict[object, Verdict] = {}
+        self.depth = 0
         self.inside = False
         self.busy = False
 
     def around(self, path: str, inner: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        if self.busy or below_backward() or not torch.is_grad_enabled():
+        # Calls are counted as recording counts them.
+        if self.busy or below_backward() or not (self.depth or torch.is_grad_enabled()):
             return inner(*args, **kwargs)
-        call = self.calls.get(path, 0)
-        self.calls[path] = call + 1
-        key = (path, call)
-        if self.inside or key not in self.wanted:
-            return inner(*args, **kwargs)
-        self.verdicts[key] = verdict = self._verdict(key, inner, args, kwargs)
-        before, self.inside = self.inside, not verdict.reason
+        key = (path, self.calls.get(path, 0))
+        self.calls[path] = key[1] + 1
+        before = self.inside
+        if not self.inside and key in self.wanted:
+            self.verdicts[key] = verdict = self._verdict(key, inner, args, kwargs)
+            self.inside = not verdict.reason
+        self.depth += 1
         try:
             return inner(*args, **kwargs)
         finally:
+            self.depth -= 1
             self.inside = before
 
     def _verdict(self, key: tuple[str, int], inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Verdict:

@@ -122,7 +122,9 @@ class SpanRecorder(Recorder):
             return
         span.rows, span.source, span.result, span.range = whole.shape[:-1].numel(), source.id, made.id, between(begin, self.here())
         self.spans.append(span)
-        self.chains[id(result)] = (weakref.ref(result), Loss(span, (span.range,)))
+        # The innermost call that made it: what is around that may be anything.
+        if self.chain_of(result) is None:
+            self.chains[id(result)] = (weakref.ref(result), Loss(span, (span.range,)))
 
     def chain_of(self, tensor: object) -> Loss | None:
         """The head that a tensor comes from by reshapes, casts and cuts alone."""
