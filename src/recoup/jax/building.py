@@ -204,12 +204,7 @@ class _Builder:
         return self.units
 
     def _values(self, unit_of: dict[int, int]) -> None:
-        wanted = {
-            self._root(var)
-            for place, var in zip(self.joint.sloped, self.joint.gradients, strict=True)
-            if place in self.joint.wanted and not is_literal(var)
-        }
-        stays = wanted | {self._root(atom) for atom in self.joint.results if not is_literal(atom)}
+        stays = self._staying()
         for place, var in enumerate(self.joint.given):
             if self.given[place] != "carry" or var in self.readers:
                 self.values[var] = self._value(var, 0 if self.given[place] == "carry" else None)
@@ -228,6 +223,13 @@ class _Builder:
                 self.makes[value.producer].append(value)
             for reader in value.readers:
                 self.reads[reader].append(value)
+
+    def _staying(self) -> set[Any]:
+        """Results that stand to the end; of a loop's body only what is carried on: the rest goes into its stack at once."""
+        gradients = zip(self.joint.sloped, self.joint.gradients, strict=True)
+        wanted = [var for place, var in gradients if place in self.joint.wanted and (not self.root or self.given[place] == "carry")]
+        results = self.joint.results[: self.given.count("carry")] if self.root else self.joint.results
+        return {self._root(atom) for atom in (*wanted, *results) if not is_literal(atom)}
 
     def _read_outside(self, var: Any, place: int, unit_of: dict[int, int]) -> bool:
         """Whether an operation makes it for others; a result that nobody reads still stands while it is made."""

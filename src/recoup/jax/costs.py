@@ -20,6 +20,11 @@ ALIASES = frozenset(
      "random_wrap", "random_unwrap", "sharding_constraint"}
 )  # fmt: skip
 """Equations that move nothing: XLA makes views of them, or reads through them."""
+_MOVES = frozenset(
+    {"slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad", "rev", "split", "iota", "device_put",
+     "optimization_barrier"}
+)  # fmt: skip
+"""Equations that move bytes and compute nothing."""
 _COSTLY = {"tanh": 12, "exp": 8, "exp2": 8, "log": 8, "log1p": 10, "expm1": 10, "logistic": 12, "erf": 12, "erfc": 14, "erf_inv": 20,
            "sin": 12, "cos": 12, "tan": 16, "pow": 16, "rsqrt": 4, "sqrt": 4, "cbrt": 12, "div": 2, "atan2": 20, "asin": 16, "acos": 16,
            "atan": 16, "sinh": 14, "cosh": 14, "asinh": 16, "acosh": 16, "atanh": 16, "lgamma": 30, "digamma": 30}  # fmt: skip
@@ -85,7 +90,7 @@ def flops_of(eqn: Any) -> int:
         return max(out, sum(elements_of(atom.aval) for atom in eqn.invars))
     if name in ("sort", "top_k"):
         return _SORTS * sum(elements_of(atom.aval) for atom in eqn.invars)
-    return 0 if name in ALIASES else out * _COSTLY.get(name, 1)
+    return 0 if name in ALIASES | _MOVES else out * _COSTLY.get(name, 1)
 
 
 _READS_PART = frozenset({"slice", "dynamic_slice", "gather"})

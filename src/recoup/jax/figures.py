@@ -3,6 +3,8 @@
 For a body with residuals of ``r`` bytes a turn, forward and backward seconds ``f`` and ``b`` (replays in ``b``), and N turns:
 
 - unsplit: stack ``N r``, seconds ``N f`` and ``N b``;
+  what stands inside a turn are copies of its parts of the stack as well, each from where the backward first reads it to where it
+  last does, and at every replay that starts from it (``recoup.jax.running`` takes them then);
 - in stretches of K turns: stack ``ceil(N / K) c`` with ``c`` the carry's bytes, and in the backward one stretch at a time is run
   forward and back, itself split further or not: ``N f`` seconds more, and the stretch's stack as scratch.
 """
@@ -13,13 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from recoup.graph import Op, Ref, Save, StepGraph, Storage, View
 from recoup.graph.site import site_of
 from recoup.jax.recording import Body
 from recoup.plan.capabilities import JIT
-from recoup.simulate import Simulation, simulate
 from recoup.simulate.index import replays
+from recoup.simulate.judge import Run, run
 
 __all__ = ["Figures", "Way", "figures_of", "kept_storages", "residual_bytes", "with_loops"]
 
@@ -85,16 +89,43 @@ def residual_bytes(graph: StepGraph, recompute: frozenset[int]) -> int:
 
 def figures_of(body: Body, graph: StepGraph, recompute: frozenset[int], stretches: tuple[int, ...]) -> Figures:
     """The figures of one way to run a loop; ``graph`` is the body's, its own loops filled in."""
-    simulation = simulate(graph, recompute, JIT)
-    one = _turn(body, graph, recompute, simulation)
-    return _repeated(one, body, body.turns, stretches)
+    return _repeated(_turn(body, graph, recompute), body, body.turns, stretches)
 
 
-def _turn(body: Body, graph: StepGraph, recompute: frozenset[int], simulation: Simulation) -> Figures:
+def _turn(body: Body, graph: StepGraph, recompute: frozenset[int]) -> Figures:
+    planned = run(graph, recompute)
     forward = sum(op.seconds for op in graph.ops if op.phase == "forward")
-    at, middle = simulation.bytes_at, graph.forward_end
+    at, middle = planned.bytes_at - _in_stacks_alone(planned, recompute), graph.forward_end
     above = [int(part.max()) - body.outside_bytes if len(part) else 0 for part in (at[:middle], at[middle:])]
-    return Figures(residual_bytes(graph, recompute), forward, simulation.step_seconds - forward, max(above[0], 0), max(above[1], 0))
+    return Figures(residual_bytes(graph, recompute), forward, planned.seconds(JIT) - forward, max(above[0], 0), max(above[1], 0))
+
+
+def _in_stacks_alone(planned: Run, recompute: frozenset[int]) -> NDArray[np.int64]:
+    """For each operation the bytes of what the simulation has alive, but stands only in the stack then."""
+    index, graph = planned.index, planned.index.graph
+    replayed: dict[int, list[int]] = {}
+    for op, gap in zip(planned.replayed.ops, planned.replayed.gaps, strict=True):
+        for v in index.foreign[op]:
+            replayed.setdefault(v, []).append(min(gap, index.count - 1))
+    direct: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for v in index.reads[op.id]:
+            direct.setdefault(v, []).append(op.id)
+    slices = [storage.id for storage in graph.storages if storage.born < 0 and storage.kind == "input"]
+    found = np.zeros(index.count, dtype=np.int64)
+    for v in (*kept_storages(graph, recompute), *slices):
+        start, end = max(int(index.born[v]), 0), int(planned.ends[v])
+        alone = np.zeros(index.count, dtype=bool)
+        alone[start:end] = True
+        reads = direct.get(v, [])
+        early = [op for op in reads if op < graph.forward_end]
+        late = [op for op in reads if op >= graph.forward_end]
+        alone[start : (max([start, *early]) if index.is_activation[v] else graph.forward_end - 1) + 1] = False
+        if late:
+            alone[late[0] : late[-1] + 1] = False
+        alone[replayed.get(v, [])] = False
+        found += alone * index.bytes[v]
+    return found
 
 
 def _repeated(one: Figures, body: Body, turns: int, stretches: tuple[int, ...]) -> Figures:

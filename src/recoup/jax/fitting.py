@@ -1,8 +1,9 @@
-"""``fit``: record, solve, apply and verify in one call, with the loop closed: what XLA says goes back into the graph."""
+"""``fit``: record, solve, apply and verify in one call, with the loop closed: what XLA says goes back to the solver."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,9 +23,9 @@ from recoup.units import Budget, format_bytes, parse_budget
 
 __all__ = ["Fitted", "fit", "free_bytes"]
 
-_ROUNDS = 6
-_CLOSE = 0.01
-_LOOSER = 2
+_ROUNDS = 8
+_CLOSE = 0.015  # of the budget: what is left over then is not worth another plan
+_FAR = 0.25  # of the budget: if the graph's least plan takes more than that too much, it is not compiled
 _RESERVE = 0.05
 
 Progress = Callable[[int, int, str], object]
@@ -52,8 +53,8 @@ def fit(
     """A function with the values and gradients of a loss whose training step stays within the budget, at the least time.
 
     The step is ``jax.value_and_grad(loss, argnums)`` on arguments like the examples. What XLA allocates for the compiled planned step
-    is held against the budget; where it is more than was predicted, the excess is added to every moment of the recorded step, and the
-    step is planned again.
+    is held against the budget: where it is more, the excess is added to every moment of the recorded step, where it is less, the
+    rest is given to the solver, and the step is planned again. The fastest plan whose compiled step is within the budget is taken.
 
     Args:
         loss: a function to a scalar, or with ``has_aux`` to (scalar, anything).
@@ -94,8 +95,22 @@ def fit(
     return Fitted(prepared, plan, has_aux, recording, verification)
 
 
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A plan that was compiled: what the graph alone says of its peak, and XLA, over all devices."""
+
+    plan: Plan
+    trial: Trial
+    counted_bytes: int
+    peak_bytes: int
+
+
 class _Loop:
-    """Solve, compile, correct, again."""
+    """Solve, compile, correct, again.
+
+    The graph does not know to the byte what XLA lays out. So plans are solved for some bytes less than the budget, or more: the
+    excess or the rest of the plan that was compiled last, kept between a number that was too small and one that was enough.
+    """
 
     def __init__(
         self,
@@ -111,80 +126,113 @@ class _Loop:
         self.prepared, self.recording, self.unplanned, self.limit = prepared, recording, unplanned, limit
         self.strategy, self.seconds, self.link, self.tell = strategy, seconds, link, tell
         self.devices = devices_of(prepared.call.arrays)
+        self.unplanned_bytes = unplanned.peak_bytes * self.devices
+        # Bytes taken off the budget that were too few, and such as were enough, or too many for the graph.
+        self.few: int | None = None
+        self.enough: int | None = None
+        self.tried: dict[object, _Tried] = {}
+        self.best: _Tried | None = None
+        # How far XLA was from the graph in the plan compiled before.
+        self.offset = 0
 
     def run(self) -> tuple[Plan, Trial]:
-        """The plan whose compiled step is within the budget.
+        """The fastest plan found whose compiled step is within the budget.
 
         Raises:
             VerifyFailure: XLA does not bring any plan that was tried within it.
             InfeasibleBudget: no plan is within it by the corrected graph.
         """
-        seen, added, fits = 0, 0, 0
+        added, refused = 0, None
         for number in range(_ROUNDS):
             self.tell(number, _ROUNDS, "solving")
             try:
-                plan = self._solved(added, seen)
-            except InfeasibleBudget:
-                if added - fits <= _CLOSE * self.limit:
-                    raise
-                added = (fits + added) // 2
-                continue
-            self.tell(number, _ROUNDS, "compiling")
-            trial = Trial.of(self.prepared, planned_step(self.prepared, plan))
-            peak = trial.compiled.peak_bytes * self.devices
-            if peak <= self.limit:
-                return self._loosened(plan, trial)
-            seen, fits = min(seen or peak, peak), added
-            # What XLA lays out does not follow the graph to the byte, so a correction that did not do is made larger.
-            added += max(peak - self.limit + (self.limit - plan.peak_bytes), 1) * (4 + number) // 4
-        if not seen:
-            self._solved(added, seen)
+                plan = self._solved(added)
+            except InfeasibleBudget as error:
+                refused = error
+                following = self._after_refusal(added, error)
+            else:
+                self.tell(number, _ROUNDS, "compiling")
+                following = self._after(plan, added, number)
+            if following is None:
+                break
+            added = following
+        if self.best is not None:
+            return self.best.plan, self.best.trial
+        if refused is not None:
+            raise refused
+        least = min(one.peak_bytes for one in self.tried.values())
         raise VerifyFailure(
-            f"XLA's compiled step takes {format_bytes(seen)} at least, over the budget of {format_bytes(self.limit)}, in {_ROUNDS} plans"
-            f" of which each promised to fit (unplanned it takes {format_bytes(self.unplanned.peak_bytes * self.devices)});"
+            f"XLA's compiled step takes {format_bytes(least)} at least, over the budget of {format_bytes(self.limit)}, in"
+            f" {len(self.tried)} plans of which each promised to fit (unplanned it takes {format_bytes(self.unplanned_bytes)});"
             " give a larger budget, or a version of jaxlib that honours optimization barriers on this platform"
         )
 
-    def _loosened(self, plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
-        """A faster plan, where XLA takes so much less than was predicted that one may fit; else the plan itself.
+    def _after_refusal(self, added: int, error: InfeasibleBudget) -> int | None:
+        """What to take off next where the graph has no plan: less, down to what its least plan lacks."""
+        if self.few is None and self.best is None:
+            short = error.least_bytes - self.limit
+            return added - short if added == 0 and short <= _FAR * self.limit else None
+        self.enough = added if self.enough is None else min(self.enough, added)
+        return self._between()
 
-        XLA reuses buffers that the graph counts twice. So the same graph is solved for as much more as was left over, and what
-        comes of it is compiled: only what fits then is taken, its prediction lowered by that much.
-        """
-        for _ in range(_LOOSER):
+    def _after(self, plan: Plan, added: int, number: int) -> int | None:
+        """Compile a plan; what to take off next, None if nothing better is to be had."""
+        counted = plan.peak_bytes - max(added, 0)
+        if plan.drops_nothing and self.unplanned_bytes > self.limit:
+            self.few = added
+            return self._between()
+        if self.best is not None and plan.step_seconds >= self.best.plan.step_seconds:
+            # Nothing gained: as good as the best, which fits.
+            found = self.best
+        else:
+            found = self._compiled(plan, counted)
+        rest = self.limit - found.peak_bytes
+        if rest < 0:
+            self.few = added
+            # What XLA lays out does not follow the graph to the byte, so a correction that did not do is made larger.
+            following = self.limit - counted - max(rest * (4 + number) // 4, rest - self.limit)
+            return self._between() if self.enough is not None and following >= self.enough else following
+        self.enough = added
+        if found.plan.drops_nothing or rest <= _CLOSE * self.limit:
+            return None
+        following = min(self.limit - counted, added) - rest
+        return self._between() if self.few is not None and following <= self.few else following
+
+    def _between(self) -> int | None:
+        if self.few is None or self.enough is None or self.enough - self.few <= _CLOSE * self.limit:
+            return None
+        return (self.few + self.enough) // 2
+
+    def _compiled(self, plan: Plan, counted: int) -> _Tried:
+        """A plan compiled, and taken as the best where it fits; its prediction is the graph's, with what XLA was off by before."""
+        key = (plan.decisions, tuple(plan.stretches.items()))
+        if key not in self.tried:
+            trial = Trial.of(self.prepared, planned_step(self.prepared, plan))
             peak = trial.compiled.peak_bytes * self.devices
-            spare = plan.peak_bytes - peak
-            if plan.drops_nothing or min(spare, self.limit - peak) <= _CLOSE * self.limit:
-                break
-            self.tell(_ROUNDS - 1, _ROUNDS, "solving for what was left over")
-            try:
-                wider = self._solved(0, peak, self.limit + spare)
-            except InfeasibleBudget:
-                break
-            if wider.drops_nothing or wider.step_seconds >= plan.step_seconds:
-                break
-            other = Trial.of(self.prepared, planned_step(self.prepared, wider))
-            if other.compiled.peak_bytes * self.devices > self.limit:
-                break
-            promised = max(wider.peak_bytes - spare, other.compiled.peak_bytes * self.devices)
-            plan = msgspec.structs.replace(
-                wider, budget_bytes=self.limit, peak_bytes=min(promised, self.limit), bound_seconds=0.0, gap=None
-            )
-            trial = other
-        return plan, trial
+            promised = min(max(counted + self.offset, peak), self.limit)
+            plan = msgspec.structs.replace(plan, budget_bytes=self.limit, peak_bytes=promised if peak <= self.limit else counted)
+            self.tried[key] = _Tried(plan, trial, counted, peak)
+            self.offset = peak - counted
+        found = self.tried[key]
+        if found.peak_bytes <= self.limit and (self.best is None or found.plan.step_seconds < self.best.plan.step_seconds):
+            self.best = found
+        return found
 
-    def _solved(self, added: int, seen: int, limit: int = 0) -> Plan:
+    def _solved(self, added: int) -> Plan:
+        """A plan for so many bytes less than the budget; more, if negative."""
+        recording, limit = (with_scratch(self.recording, added), self.limit) if added > 0 else (self.recording, self.limit - added)
         try:
-            return solve(
-                with_scratch(self.recording, added), self.limit, strategy=self.strategy, time_limit_seconds=self.seconds, link=self.link
-            )
+            plan = solve(recording, limit, strategy=self.strategy, time_limit_seconds=self.seconds, link=self.link)
         except InfeasibleBudget as error:
-            if not seen:
+            if not self.tried:
                 raise
+            seen = min(one.peak_bytes for one in self.tried.values())
             raise InfeasibleBudget(
                 f"{error} (the graph counts {format_bytes(seen)}, which the best plan so far took when compiled)",
-                budget_bytes=error.budget_bytes, least_bytes=min(error.least_bytes, seen), moment=error.moment,
+                budget_bytes=self.limit, least_bytes=min(error.least_bytes, seen), moment=error.moment,
             ) from error  # fmt: skip
+        # The bound is one for the budget that was solved for.
+        return plan if added >= 0 else msgspec.structs.replace(plan, bound_seconds=0.0, gap=None)
 
 
 def with_scratch(recording: Recording, count: int) -> Recording:

@@ -32,6 +32,7 @@ __all__ = [
     "is_explicit",
     "is_inexact",
     "is_literal",
+    "on_explicit_mesh",
     "scan_of",
     "self_test",
     "shape_of",
@@ -92,9 +93,13 @@ def shape_of(aval: Aval) -> jax.ShapeDtypeStruct:
 
 def is_explicit(aval: Aval) -> bool:
     """Whether a type says how its array lies on an explicit mesh."""
-    sharding = getattr(aval, "sharding", None)
-    laid = any(part is not None for part in getattr(sharding, "spec", None) or ())
-    return laid and any("xplicit" in str(kind) for kind in getattr(getattr(sharding, "mesh", None), "axis_types", None) or ())
+    return on_explicit_mesh(aval) and any(part is not None for part in aval.sharding.spec)
+
+
+def on_explicit_mesh(aval: Aval) -> bool:
+    """Whether a type names an explicit mesh, its array cut along it or not."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return any("xplicit" in str(kind) for kind in getattr(mesh, "axis_types", None) or ())
 
 
 def values_of(atoms: Sequence[Any], env: Mapping[Any, Any]) -> list[Any]:

@@ -26,6 +26,7 @@ _STEPS = 12
 _NODES = 200
 _DEEP = 64
 _SECONDS = 1.0
+_CACHE_KEY = "_recoup_menus"
 
 
 class Menu:
@@ -58,7 +59,15 @@ def prices_of(graphs: Sequence[StepGraph]) -> list[float]:
 
 
 def menu_of(body: Body, prices: Sequence[float]) -> Menu:
-    """All ways of a loop that are worth having, the loops within included."""
+    """All ways of a loop that are worth having, the loops within included; made once for the same prices, and kept on the body."""
+    made = body.__dict__.setdefault(_CACHE_KEY, {})
+    key = tuple(prices)
+    if key not in made:
+        made[key] = _menu(body, prices)
+    return made[key]
+
+
+def _menu(body: Body, prices: Sequence[float]) -> Menu:
     inner = {loop.name: menu_of(loop, prices) for loop in body.loops}
     seen: set[tuple[frozenset[int], tuple[int, ...]]] = set()
     whole: list[Way] = []

@@ -21,7 +21,7 @@ __all__ = ["Body", "Recording", "load", "save"]
 FORMAT = 1
 
 
-class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """The body of a planned loop.
 
     Attributes:

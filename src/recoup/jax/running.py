@@ -3,11 +3,15 @@
 What a backward equation asks for is made as one group. The values that the group starts from are tied to the cotangent in
 flight (``recoup.jax.ties``): so XLA can neither merge the group with the forward that it repeats, nor run it before the backward
 has come so far. Without the tie, common-subexpression elimination undoes recomputation.
+
+In a loop what stands is in stacks, a part for each turn. There the number of the turn is tied instead, which costs nothing, and
+parts are taken when they are asked for: taken at the start of the turn they would all stand beside their stacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +22,26 @@ from recoup.jax.joint import Joint
 from recoup.jax.naming import module_of, scope_of
 from recoup.jax.ties import tie, ties_are_free
 
-__all__ = ["Region"]
+__all__ = ["Region", "Stacked"]
 
 _FREE = ALIASES | {"iota"}
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """A value of one turn of a loop: its part of a stack.
+
+    Attributes:
+        stack: the values of all turns.
+        first: where the loop's first turn is in it.
+    """
+
+    stack: Any
+    first: Any = 0
+
+    def of(self, turn: Any) -> Any:
+        """The part of a turn of the loop."""
+        return jax.lax.dynamic_index_in_dim(self.stack, turn + self.first, keepdims=False)
 
 
 class Region:
@@ -99,9 +120,16 @@ class Region:
     def _forward_slice(self) -> list[int]:
         return self.joint.forward_slice([*self.joint.results, *self.kept])
 
-    def backward(self, args: dict[Any, Any], handed: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The gradients, one for each sloped input; ``args`` are the inputs that still stand, by variable."""
-        return _Backward(self, args, handed, cotangents).gradients()
+    def backward(self, args: dict[Any, Any], handed: Sequence[Any], cotangents: Sequence[Any], turn: Any = None) -> list[Any]:
+        """The gradients, one for each sloped input.
+
+        Args:
+            args: the inputs that still stand, by variable.
+            handed: what the forward handed over; in a loop both may be :class:`Stacked`.
+            cotangents: one for each sloped output.
+            turn: the number of the loop's turn.
+        """
+        return _Backward(self, args, handed, cotangents, turn).gradients()
 
     def function(self) -> Callable[..., tuple[Any, ...]]:
         """The region as a differentiable function of its inputs."""
@@ -128,13 +156,15 @@ class Region:
 class _Backward:
     """One run of the backward: what stands, and what has been made again so far."""
 
-    def __init__(self, region: Region, args: dict[Any, Any], handed: Sequence[Any], cotangents: Sequence[Any]) -> None:
+    def __init__(self, region: Region, args: dict[Any, Any], handed: Sequence[Any], cotangents: Sequence[Any], turn: Any) -> None:
         joint = region.joint
-        self.joint, self.region = joint, region
-        self.standing = dict(zip(joint.jaxpr.constvars, joint.consts, strict=True)) | args
-        self.away = {}
-        for var, value in zip(region.handed, handed, strict=True):
-            (self.away if var in region.host else self.standing)[var] = value
+        self.joint, self.region, self.turn = joint, region, turn
+        self.standing = dict(zip(joint.jaxpr.constvars, joint.consts, strict=True))
+        self.away: dict[Any, Any] = {}
+        self.stacked: dict[Any, Stacked] = {}
+        for var, value in (*args.items(), *zip(region.handed, handed, strict=True)):
+            place = self.stacked if isinstance(value, Stacked) else self.away if var in region.host else self.standing
+            place[var] = value
         self.env = dict(zip(joint.cotangents, cotangents, strict=True))
         self.given = frozenset(joint.given)
         # Live results of the backward since the last tie.
@@ -172,13 +202,19 @@ class _Backward:
             self._make(var, number)
 
     def _make(self, asked: Any, number: int | None) -> None:
-        group, reads = self._group([asked])
+        group, reads = self._group(asked)
         self._fetch([asked, *reads])
-        leaves = list(dict.fromkeys(var for var in reads if var in self.standing or var in self.remade))
-        first = [var for var in dict.fromkeys([asked, *leaves]) if self._is_first(var, asked, number)]
+        leaves = [var for var in dict.fromkeys(reads) if var in self.stacked or var in self.standing or var in self.remade]
+        parts = [var for var in leaves if var in self.stacked]
+        if asked in self.stacked and asked not in self.standing:
+            parts.append(asked)
+        plain = [var for var in leaves if var not in self.stacked]
+        first = [var for var in dict.fromkeys([asked, *plain]) if var not in self.stacked and self._is_first(var, asked, number)]
         heavy = any(self.joint.jaxpr.eqns[one].primitive.name not in _FREE for one in group)
-        tied = self._tied(leaves if heavy and leaves else first, number) if number is not None and ((heavy and leaves) or first) else {}
-        self.standing.update((var, tied[var]) for var in first if var in tied)
+        # A group that starts from parts of this turn waits for them; what stands all the time need not be tied as well.
+        wanted = [var for var in (plain if heavy else first) if not (parts and var in self.given)]
+        tied = self._tied(wanted, parts, number)
+        self.standing.update((var, tied[var]) for var in (*first, asked) if var in tied)
         if group:
             self._run_again(group, {var: tied[var] if var in tied else self._value(var) for var in leaves}, asked)
 
@@ -201,19 +237,24 @@ class _Backward:
             made = (var for var in eqn.outvars if not is_dropped(var) and var not in self.standing)
             self.remade.update((var, local[var]) for var in made if var is asked or self._is_held(var))
 
-    def _tied(self, wanted: Sequence[Any], number: int) -> dict[Any, Any]:
+    def _tied(self, wanted: Sequence[Any], parts: Sequence[Any], number: int | None) -> dict[Any, Any]:
         """Values by variable, tied to all that the backward has made since the last tie and that is still of use.
 
         Cotangents in flight alone would leave weight gradients free to run later, and what they read standing until then.
         """
+        if number is None or not (wanted or parts):
+            return {var: self.stacked[var].of(self.turn) for var in parts}
         eqn, last = self.joint.jaxpr.eqns[number], self.joint.last_reader
         used = [var for var in self.fresh if last.get(var, -1) >= number]
         flowing = [atom for atom in eqn.invars if not is_literal(atom) and atom in self.joint.dependent]
         ties = list(dict.fromkeys([*flowing, *used]))
-        values, after = tie([self._value(var) for var in wanted], [self.env[var] for var in ties], [var in self.given for var in wanted])
+        given = [*([self.turn] if parts else []), *map(self._value, wanted)]
+        stands = [*([False] if parts else []), *(var in self.given for var in wanted)]
+        values, after = tie(given, [self.env[var] for var in ties], stands)
         self.env.update(zip(ties, after, strict=True))
         self.fresh = []
-        return dict(zip(wanted, values, strict=True))
+        found = {var: self.stacked[var].of(values[0]) for var in parts}
+        return found | dict(zip(wanted, values[bool(parts) :], strict=True))
 
     def _root(self, var: Any) -> Any:
         return self.region.roots.get(var, var)
@@ -223,14 +264,14 @@ class _Backward:
         root = self._root(var)
         return root not in self.region.holds or root in self.reached or self.region.holds[root] in self.reached
 
-    def _group(self, asked: Sequence[Any]) -> tuple[set[int], list[Any]]:
-        """The equations to run again, and the variables that they read."""
+    def _group(self, asked: Any) -> tuple[set[int], list[Any]]:
+        """The equations to run again for a variable, and the variables that they read."""
         group: set[int] = set()
         reads: list[Any] = []
-        stack = list(asked)
+        stack = [asked]
         while stack:
             var = stack.pop()
-            if var in self.standing or var in self.away or var in self.remade:
+            if any(var in place for place in (self.standing, self.stacked, self.away, self.remade)):
                 continue
             number = self.joint.sources[var]
             if number not in group:

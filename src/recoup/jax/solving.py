@@ -37,6 +37,7 @@ __all__ = ["solve", "unplanned_peak_bytes"]
 
 _SECONDS_A_COMBINATION = 2.0
 _ROUNDING = 1e-5
+_HOPELESS = 3
 
 Progress = Callable[[int, int, str], None]
 
@@ -161,8 +162,16 @@ class _Search:
         return self._as_plan(self.best, None)
 
     def _try_all(self, found: Sequence[Mapping[str, Way]]) -> None:
-        """Solve the step around each combination of ways, the one with the least seconds first, while one can still win."""
+        """Solve the step around each combination of ways, the one with the least seconds first, while one can still win.
+
+        Where one operation alone takes more than the budget, no plan around it can help; if that is so of all combinations, those
+        in which it takes least are solved for the least peak.
+        """
         graphs = [(ways, with_loops(self.recording.graph, ways)) for ways in found]
+        if self.budget is not None:
+            floors = [_floor_bytes(graph) for _, graph in graphs]
+            enough = max(self.budget, sorted(floors)[min(_HOPELESS, len(floors)) - 1] if min(floors) > self.budget else 0)
+            graphs = [pair for pair, floor in zip(graphs, floors, strict=True) if floor <= enough]
         order = sorted(graphs, key=lambda pair: sum(op.seconds for op in pair[1].ops))
         for place, (ways, graph) in enumerate(order):
             fastest = sum(op.seconds for op in graph.ops)
@@ -244,6 +253,14 @@ class _Search:
             least_bytes=simulation.peak_bytes,
             moment=moment,
         )
+
+
+def _floor_bytes(graph: StepGraph) -> int:
+    """The most that one operation takes with what it reads and makes, beside the arguments: no plan takes less."""
+    resident, sizes = graph.resident_bytes, [0 if storage.born < 0 else storage.bytes for storage in graph.storages]
+    return resident + max(
+        (op.scratch_bytes + sum(sizes[v] for v in {ref.storage for ref in (*op.inputs, *op.outputs)}) for op in graph.ops), default=0
+    )
 
 
 def _weightless(way: Way) -> Way:
