@@ -23,8 +23,8 @@ from recoup.units import Budget, format_bytes, parse_budget
 
 __all__ = ["Fitted", "fit", "free_bytes"]
 
-_ROUNDS = 8
-_CLOSE = 0.015  # of the budget: what is left over then is not worth another plan
+_ROUNDS = 6
+_CLOSE = 0.02  # of the budget: what is left over then is not worth another plan
 _FAR = 0.25  # of the budget: if the graph's least plan takes more than that too much, it is not compiled
 _RESERVE = 0.05
 
@@ -126,7 +126,7 @@ class _Loop:
         self.prepared, self.recording, self.unplanned, self.limit = prepared, recording, unplanned, limit
         self.strategy, self.seconds, self.link, self.tell = strategy, seconds, link, tell
         self.devices = devices_of(prepared.call.arrays)
-        self.unplanned_bytes = unplanned.peak_bytes * self.devices
+        self.unplanned_bytes, self.close = unplanned.peak_bytes * self.devices, int(_CLOSE * limit)
         # Bytes taken off the budget that were too few, and such as were enough, or too many for the graph.
         self.few: int | None = None
         self.enough: int | None = None
@@ -191,15 +191,15 @@ class _Loop:
             self.few = added
             # What XLA lays out does not follow the graph to the byte, so a correction that did not do is made larger.
             following = self.limit - counted - max(rest * (4 + number) // 4, rest - self.limit)
-            return self._between() if self.enough is not None and following >= self.enough else following
+            return self._between() if self.enough is not None and following >= self.enough - self.close else following
         self.enough = added
-        if found.plan.drops_nothing or rest <= _CLOSE * self.limit:
+        if found.plan.drops_nothing or rest <= self.close:
             return None
         following = min(self.limit - counted, added) - rest
-        return self._between() if self.few is not None and following <= self.few else following
+        return self._between() if self.few is not None and following <= self.few + self.close else following
 
     def _between(self) -> int | None:
-        if self.few is None or self.enough is None or self.enough - self.few <= _CLOSE * self.limit:
+        if self.few is None or self.enough is None or self.enough - self.few <= self.close:
             return None
         return (self.few + self.enough) // 2
 

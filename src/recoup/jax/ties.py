@@ -5,14 +5,14 @@ Two ways, both exact:
 - *barrier*: ``optimization_barrier`` over values and cotangents. XLA for GPU and TPU honours it, and for CPU from jaxlib 0.11.1 on.
 - *select*: each value ``x`` becomes ``select(p, x, 0)`` with ``p`` true for every cotangent, which XLA cannot know: a number is
   unequal to itself or at most infinity. It is fused into what reads ``x`` or costs one pass over it. For CPU before that, where
-  barriers go before common subexpressions are merged.
+  barriers go before common subexpressions are merged. The numbers that ``p`` is made from pass through a sort, which XLA does not
+  fuse: else all that the first element of a cotangent is computed from would be computed again for every element of ``x``.
 
 Which one holds is tried on the backend, once. Arrays whose types carry shardings cannot be sliced for the second; they take the first.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ def tie(values: Sequence[Any], flowing: Sequence[Any], still: Sequence[bool]) ->
     if way_of(jax.default_backend()) == "barrier" or any(is_explicit(jax.typeof(one)) for one in flowing):
         tied, after = jax.lax.optimization_barrier((list(values), list(flowing)))
         return tied, after
-    sign = functools.reduce(jnp.logical_and, [_always(one) for one in flowing if one.size])
+    sign = _always([one for one in flowing if one.size])
     loose = {place for place, standing in enumerate(still) if standing and values[place].size > _SMALL}
     if len(loose) == len(values):
         loose.discard(min(loose, key=lambda place: values[place].size))
@@ -52,10 +52,11 @@ def ties_are_free() -> bool:
     return way_of(jax.default_backend()) == "barrier"
 
 
-def _always(cotangent: Any) -> Any:
+def _always(cotangents: Sequence[Any]) -> Any:
     """True, by a comparison that XLA does not fold."""
-    one = jnp.real(cotangent[(0,) * cotangent.ndim])
-    return (one != one) | (one <= jnp.asarray(jnp.inf, one.dtype))
+    firsts = [jnp.real(one[(0,) * one.ndim]).astype(jnp.float32) for one in cotangents]
+    last = jax.lax.sort(jnp.stack([*firsts, jnp.float32(0)]))[-1]
+    return (last != last) | (last <= jnp.inf)
 
 
 def _selected(sign: Any, value: Any) -> Any:
