@@ -1,6 +1,6 @@
 # make demo   plan, apply and verify a small GPT-2, and draw its frontier into out/
-# make test   the test suite
-# make test-jax   the tests of JAX once more, without torch and on the newest JAX, where there is CPython 3.12 or later
+# make test   the test suite, and those of the tests of JAX that are marked `newest` once more as below
+# make test-jax   all tests of JAX, without torch and on the newest JAX, where there is CPython 3.12 or later
 # make lint   style, types and the floors of the house
 # Each makes .venv first if there is none; only CPython 3.11 or later and git are needed.
 
@@ -14,11 +14,12 @@ BIN := .venv/bin
 NEWER ?= $(shell for one in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
   "$$one" -c 'import sys; assert sys.version_info >= (3, 12)' 2>/dev/null && echo "$$one" && break; done)
 STAMP := .venv/.recoup-installed
+JAX_STAMP := .venv-jax/.recoup-installed
 DEMO := benchmarks/workloads/gpt2.py:workload
 DEMO_SIZES := --set layers=4 --set width=128 --set sequence=128
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-jax lint format clean
+.PHONY: demo test test-jax test-jax-marked lint format clean
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -37,16 +38,24 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(MAKE) --no-print-directory test-jax-marked
 
 # The newest JAX needs a newer Python than the oldest that Recoup runs on; there it is tested without torch.
-test-jax:
-	@if test -z "$(NEWER)"; then \
-	  echo "test-jax: no CPython 3.12 or later here; the newest JAX is not tested (set NEWER=/path/to/python3.12)"; \
-	else \
-	  test -x .venv-jax/bin/python || $(NEWER) -m venv .venv-jax && \
-	  .venv-jax/bin/python -m pip install --quiet --editable '.[jax,dev]' flax equinox && \
-	  .venv-jax/bin/python -m pytest -n 2 --dist loadfile tests/jax; \
-	fi
+$(JAX_STAMP): pyproject.toml
+	test -x .venv-jax/bin/python || "$(NEWER)" -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet --upgrade --editable '.[jax]' jax flax equinox pytest pytest-xdist hypothesis
+	touch $@
+
+ifeq ($(NEWER),)
+test-jax test-jax-marked:
+	@echo "$@: SKIPPED, no CPython 3.12 or later here: the newest JAX is not tested (set NEWER=/path/to/python3.12)"
+else
+test-jax: $(JAX_STAMP)
+	.venv-jax/bin/python -m pytest -n 2 --dist loadfile tests/jax
+
+test-jax-marked: $(JAX_STAMP)
+	.venv-jax/bin/python -m pytest -n 2 -m newest tests/jax
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ def flagged(x: Any, w: Any, flag: bool = False, *, times: int = 1) -> Any:
 X, W = jnp.ones((256, 32)), jnp.eye(32)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("args", "kwargs"), [((X, W, True), {}), ((X, W), {"flag": True}), ((X,), {"w": W, "flag": True})])
 def test_a_flag_is_taken_by_position_and_by_keyword(args: Any, kwargs: Any) -> None:
     fitted = fitted_flagged()
@@ -129,6 +130,7 @@ def test_a_donated_argument_and_an_update_in_the_step() -> None:
     np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.newest
 def test_vmap_and_a_second_derivative_go_through_a_planned_loss() -> None:
     fitted, (loss, (ws, x)) = fitted_to(losses.unrolled), losses.unrolled()
     several = jnp.stack([x, x * 2])
@@ -137,6 +139,7 @@ def test_vmap_and_a_second_derivative_go_through_a_planned_loss() -> None:
     )
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("explicit", [False, True])
 def test_arguments_laid_over_two_devices(explicit: bool) -> None:
     if len(jax.devices()) < 2:
@@ -160,6 +163,7 @@ def test_arguments_laid_over_two_devices(explicit: bool) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.newest
 def test_recordings_and_plans_survive_the_file(tmp_path: Any) -> None:
     loss, args = losses.nested()
     recording = recoup.jax.record(loss, *args, runs=0)

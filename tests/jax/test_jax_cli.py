@@ -14,6 +14,7 @@ from recoup.cli import main
 from recoup.jax import jaxprs, ties
 
 jax = pytest.importorskip("jax")
+jnp = jax.numpy
 WORKLOAD = """
 import jax, jax.numpy as jnp
 
@@ -41,6 +42,7 @@ def _json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.newest
 def test_record_solve_verify_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "train.py:workload", "--set", "layers=8", "--runs", "1", "--format", "json"]) == 0
     facts = _json(capsys)
@@ -71,17 +73,37 @@ def test_options_of_a_workload(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "argnums" in capsys.readouterr().err
 
 
+@pytest.mark.newest
 def test_the_front_end_imports_no_torch_and_the_core_no_jax() -> None:
     code = "import sys, recoup, recoup.cli, recoup.solve; assert not {'jax', 'torch'} & set(sys.modules)\n"
     code += "import recoup.jax; assert 'torch' not in sys.modules and 'jax' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.newest
 def test_what_is_relied_on_holds_for_this_jax() -> None:
     for name, holds, seen in jaxprs.self_test():
         assert holds, f"{name}: {seen}"
 
 
+@pytest.mark.newest
 def test_the_tie_of_this_platform_is_honoured() -> None:
     assert ties.way_of("cpu") in ("barrier", "select")
     assert ties.honoured(lambda values, flowing: ties.tie(values, flowing, [False] * len(values)))
+
+
+def test_what_a_tie_waits_for_is_not_computed_for_every_element() -> None:
+    """The select tie reads one element of a cotangent; fused into what is tied, its whole chain would run for each of theirs."""
+
+    def tied(xs: Any, value: Any) -> Any:
+        total = jnp.float32(0)
+        for x in xs:
+            total = jnp.sin(total + x)
+        (value,), (total,) = ties.tie([value], [total], [False])
+        return jnp.tanh(value) + 1, (total * 2).sum()
+
+    shape = jax.ShapeDtypeStruct((64, 64), "float32")
+    text = jax.jit(tied).lower([shape] * 30, jax.ShapeDtypeStruct((512, 512), "float32")).compile().as_text()
+    fused = [part for part in text.split("\n\n") if " tanh(" in part]
+    assert len(fused) == 1
+    assert " sine(" not in fused[0]

@@ -34,6 +34,7 @@ def _graph_only(recording: recoup.jax.Recording) -> recoup.jax.Recording:
     return msgspec.structs.replace(recording, graph=msgspec.structs.replace(recording.graph, measured_peak_bytes=None))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("make", losses.ALL, ids=lambda make: make.__name__)
 def test_plans_keep_gradients_and_residual_bytes(make: Callable[[], losses.Made]) -> None:
     loss, args = make()
@@ -54,7 +55,10 @@ def test_plans_keep_gradients_and_residual_bytes(make: Callable[[], losses.Made]
         assert seen.residual_bytes <= budget
 
 
-@pytest.mark.parametrize("make", [losses.unrolled, losses.scanned, losses.long_loop, losses.attention], ids=lambda make: make.__name__)
+_MARKED = [pytest.param(losses.unrolled, marks=pytest.mark.newest), pytest.param(losses.long_loop, marks=pytest.mark.newest)]
+
+
+@pytest.mark.parametrize("make", [*_MARKED, losses.scanned, losses.attention], ids=lambda make: make.__name__)
 def test_fit_brings_the_compiled_step_within_the_budget(make: Callable[[], losses.Made]) -> None:
     loss, args = make()
     fitted = recoup.jax.fit(loss, *args, budget="80%", runs=0, measure=False)
@@ -62,8 +66,10 @@ def test_fit_brings_the_compiled_step_within_the_budget(make: Callable[[], losse
     assert seen.passed
     assert seen.peak_bytes <= fitted.plan.budget_bytes < seen.unplanned_peak_bytes
     assert seen.residual_bytes < seen.unplanned_residual_bytes
+    assert seen.peak_bytes <= fitted.plan.peak_bytes
 
 
+@pytest.mark.newest
 def test_residual_bytes_of_the_graph_are_those_of_jax() -> None:
     loss, args = losses.unrolled()
     recording = recoup.jax.record(loss, *args, runs=0)

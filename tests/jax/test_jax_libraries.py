@@ -23,6 +23,7 @@ WORKLOADS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("module", "function", "needs", "sizes"), WORKLOADS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_workload_under_a_plan(module: str, function: str, needs: str, sizes: dict[str, Any]) -> None:
     pytest.importorskip(needs)

@@ -55,6 +55,7 @@ def test_sites_have_the_names_of_scopes_and_collapse_over_layers() -> None:
     assert recording.graph.blocks == tuple(f"layers.{layer}" for layer in range(4))
 
 
+@pytest.mark.newest
 def test_a_plan_as_a_tensor_map_and_as_a_policy() -> None:
     recording = recoup.jax.record(tagged, WS, X, runs=0)
     plan = _by_hand(recording, hidden="recompute")
@@ -81,6 +82,7 @@ def test_a_policy_needs_names() -> None:
         recoup.jax.policy(recording, _by_hand(recording))
 
 
+@pytest.mark.newest
 def test_offloading_takes_what_comes_back_sooner() -> None:
     loss, args = losses.attention()
     recording = recoup.jax.record(loss, *args, runs=0)
