@@ -24,7 +24,7 @@ from recoup.units import Budget, format_bytes, parse_budget
 __all__ = ["Fitted", "fit", "free_bytes"]
 
 _ROUNDS = 6
-_CLOSE = 0.02  # of the budget: what is left over then is not worth another plan
+_CLOSE = 0.02  # of the budget for each plan compiled so far: what is left over then is not worth another one
 _FAR = 0.25  # of the budget: if the graph's least plan takes more than that too much, it is not compiled
 _RESERVE = 0.05
 
@@ -126,7 +126,7 @@ class _Loop:
         self.prepared, self.recording, self.unplanned, self.limit = prepared, recording, unplanned, limit
         self.strategy, self.seconds, self.link, self.tell = strategy, seconds, link, tell
         self.devices = devices_of(prepared.call.arrays)
-        self.unplanned_bytes, self.close = unplanned.peak_bytes * self.devices, int(_CLOSE * limit)
+        self.unplanned_bytes = unplanned.peak_bytes * self.devices
         # Bytes taken off the budget that were too few, and such as were enough, or too many for the graph.
         self.few: int | None = None
         self.enough: int | None = None
@@ -160,12 +160,17 @@ class _Loop:
             return self.best.plan, self.best.trial
         if refused is not None:
             raise refused
-        least = min(one.peak_bytes for one in self.tried.values())
+        least = min([self.unplanned_bytes, *(one.peak_bytes for one in self.tried.values())])
         raise VerifyFailure(
             f"XLA's compiled step takes {format_bytes(least)} at least, over the budget of {format_bytes(self.limit)}, in"
             f" {len(self.tried)} plans of which each promised to fit (unplanned it takes {format_bytes(self.unplanned_bytes)});"
             " give a larger budget, or a version of jaxlib that honours optimization barriers on this platform"
         )
+
+    @property
+    def close(self) -> int:
+        """Bytes that another plan is not compiled for."""
+        return int(_CLOSE * max(len(self.tried), 1) * self.limit)
 
     def _after_refusal(self, added: int, error: InfeasibleBudget) -> int | None:
         """What to take off next where the graph has no plan: less, down to what its least plan lacks."""
@@ -179,21 +184,20 @@ class _Loop:
         """Compile a plan; what to take off next, None if nothing better is to be had."""
         counted = plan.peak_bytes - max(added, 0)
         if plan.drops_nothing and self.unplanned_bytes > self.limit:
-            self.few = added
-            return self._between()
-        if self.best is not None and plan.step_seconds >= self.best.plan.step_seconds:
+            peak = self.unplanned_bytes
+        elif self.best is not None and plan.step_seconds >= self.best.plan.step_seconds:
             # Nothing gained: as good as the best, which fits.
-            found = self.best
+            peak = self.best.peak_bytes
         else:
-            found = self._compiled(plan, counted)
-        rest = self.limit - found.peak_bytes
+            peak = self._compiled(plan, counted).peak_bytes
+        rest = self.limit - peak
         if rest < 0:
             self.few = added
             # What XLA lays out does not follow the graph to the byte, so a correction that did not do is made larger.
             following = self.limit - counted - max(rest * (4 + number) // 4, rest - self.limit)
             return self._between() if self.enough is not None and following >= self.enough - self.close else following
         self.enough = added
-        if found.plan.drops_nothing or rest <= self.close:
+        if plan.drops_nothing or rest <= self.close:
             return None
         following = min(self.limit - counted, added) - rest
         return self._between() if self.few is not None and following <= self.few + self.close else following
