@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphs
+import oracle
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
 from recoup.plan import LIVE, STATIC, Capabilities
 from recoup.simulate import plan_ids, simulate, simulate_plan
 from recoup.simulate.index import replays
+from recoup.simulate.judge import Run
 from recoup.solve import Choice, Problem, least_peak, solve, strategies_by_name
 from recoup.solve.choice import droppable, prune
 from recoup.solve.named import NAMED
@@ -52,6 +54,32 @@ def test_infeasible_budgets_carry_the_least_that_solves(graph, executor):
     least = caught.value.least_bytes
     assert caught.value.budget_bytes == 1
     assert solve(graph, least, gear=executor.name).peak_bytes <= least
+
+
+@given(st.one_of(graphs.step_graphs(), oracle.tangled_graphs()), EXECUTORS, st.floats(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_a_quick_search_keeps_every_budget_that_can_be_kept_and_says_how_far_off_it_may_be(graph, executor, share):
+    budget = max(budget_within(graph, share, executor), 1)
+    quick, full = solve(graph, budget, gear=executor.name, effort="quick"), solve(graph, budget, gear=executor.name)
+    assert simulate_plan(graph, quick).peak_bytes == quick.peak_bytes <= budget
+    assert quick.bound_seconds <= full.step_seconds * (1 + 1e-9)
+    again = solve(graph, budget, gear=executor.name, effort="quick")
+    assert again.decisions == quick.decisions
+
+
+def test_a_quick_search_of_many_layers_simulates_little(monkeypatch):
+    """What a compilation can spare: some hundred thousand simulated operations at any budget that is not the least itself."""
+    graph = graphs.transformer(12)
+    least, peak = least_peak(graph, LIVE)[0], simulate(graph).peak_bytes
+    runs = []
+    monkeypatch.setattr("recoup.solve.descent.Run", lambda *args: runs.append(1) or Run(*args))
+    for share in (0.05, 0.3, 0.6, 0.9):
+        runs.clear()
+        quick = solve(graph, least + int(share * (peak - least)), gear="live", effort="quick")
+        taken = len(runs)
+        full = solve(graph, quick.budget_bytes, gear="live")
+        assert taken * len(graph.ops) <= 300_000
+        assert quick.step_seconds <= 1.05 * full.step_seconds
 
 
 @given(graphs.step_graphs(), st.sampled_from(["auto", "live", "static"]))
@@ -133,6 +161,8 @@ def test_wrong_use_is_said():
         solve(graph, "50%", gear="third")
     with pytest.raises(UsageError, match="budget"):
         solve(graph)
+    with pytest.raises(UsageError, match="'full' or 'quick', not 'hard'"):
+        solve(graph, "50%", effort="hard")
     assert next(iter(strategies_by_name())) == "optimal"
 
 

@@ -6,10 +6,11 @@ from recoup.solve.frontier import FrontierPoint, frontier
 from recoup.solve.least import least_peak
 from recoup.solve.named import Named
 from recoup.solve.optimal import Optimal
-from recoup.solve.strategy import Choice, Price, Problem, Strategy
+from recoup.solve.strategy import Choice, Effort, Price, Problem, Strategy
 
 __all__ = [
     "Choice",
+    "Effort",
     "FrontierPoint",
     "Named",
     "Optimal",

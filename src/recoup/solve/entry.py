@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from recoup.cost import OffloadLink
 from recoup.errors import InfeasibleBudget, UsageError
@@ -20,7 +21,7 @@ from recoup.solve.named import NAMED
 from recoup.solve.offload import Joint, joint_of, routes_of
 from recoup.solve.optimal import Optimal, bound_seconds
 from recoup.solve.planning import plan_of
-from recoup.solve.strategy import Choice, Problem, Progress, Strategy
+from recoup.solve.strategy import Choice, Effort, Problem, Progress, Strategy
 from recoup.solve.warm import Warm
 from recoup.units import Budget, format_bytes, parse_budget
 
@@ -57,6 +58,7 @@ def solve(
     offload: OffloadLink | Sequence[OffloadLink] | None = None,
     host_budget: str | int | None = None,
     disk_budget: str | int | None = None,
+    effort: Effort = "full",
 ) -> Plan:
     """A plan whose simulated peak is within the budget.
 
@@ -76,15 +78,18 @@ def solve(
         offload: the link that activations may be offloaded over, as measured, or several of which the plan uses one.
         host_budget: most bytes that may wait in the host's memory at once, such as ``16GiB``; without it there is no limit.
         disk_budget: most bytes that may wait on disk at once.
+        effort: ``full``, or ``quick`` for a search that takes tenths of a second and may end a percent or two further from the optimum.
 
     Raises:
-        UsageError: the budget, strategy or gear is malformed, or the gear or strategy cannot offload.
+        UsageError: the budget, strategy, gear or effort is malformed, or the gear or strategy cannot offload.
         InfeasibleBudget: no plan within the budget was found; the error has the least peak found, in bytes.
         PlanMismatch: a strategy chose what the executor cannot run.
     """
     from recoup.solve.tiling import best_tiling, check_allowed, with_tiles  # solves each tiling, so it imports this module
 
     started = time.perf_counter()
+    if effort not in get_args(Effort):
+        raise UsageError(f"effort is 'full' or 'quick', not {effort!r}")
     chosen, executors = strategy_of(strategy), executors_of(gear, graph.frontend)
     chosen = joint_of(chosen, routes_of(offload, host_budget, disk_budget, executors))
     tiling = check_allowed(allow)
@@ -99,7 +104,7 @@ def solve(
             strategy=chosen.name, budget_bytes=budget_bytes, solve_seconds=time.perf_counter() - started,
         )  # fmt: skip
         return with_tiles(graph, plan, found, unplanned)
-    best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress))
+    best = best_of(decide_all(graph, budget_bytes, chosen, executors, time_limit_seconds, progress, effort=effort))
     if not best.feasible:
         assert budget_bytes is not None
         raise _infeasible(graph, budget_bytes, chosen.name, best, unplanned)
@@ -117,6 +122,7 @@ def decide_all(
     seconds: float,
     progress: Progress | None = None,
     warm: Warm | None = None,
+    effort: Effort = "full",
 ) -> list[Decided]:
     """What a strategy chooses for several executors, in ``seconds`` altogether.
 
@@ -132,7 +138,7 @@ def decide_all(
     for place, executor in enumerate(order):
         left = max(seconds - (time.perf_counter() - started), 0.0) / (len(order) - place)
         useless = min((one.simulation.step_seconds for one in found if one.feasible), default=float("inf"))
-        found.append(decide(graph, budget_bytes, strategy, executor, left, progress, useless, warm))
+        found.append(decide(graph, budget_bytes, strategy, executor, left, progress, useless, warm, effort))
     return found
 
 
@@ -145,13 +151,14 @@ def decide(
     progress: Progress | None = None,
     useless_seconds: float = float("inf"),
     warm: Warm | None = None,
+    effort: Effort = "full",
 ) -> Decided:
     """What a strategy chooses for one executor, and what the simulator says of it.
 
     Raises:
         PlanMismatch: the strategy chose what the executor cannot run.
     """
-    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress, useless_seconds, warm))
+    choice = strategy.choose(Problem(graph, budget_bytes, executor, seconds, progress, useless_seconds, warm, effort))
     simulation = simulate(graph, choice.recompute, executor, choice.held_from, choice.offload)
     return Decided(executor, choice, simulation, budget_bytes is None or simulation.peak_bytes <= budget_bytes)
 

@@ -6,6 +6,9 @@ budget it is repaired: more is dropped, or copies are held later. The chain of s
 once, the named strategies the known ones. What is not close to the bound by then goes to the integer program: first
 with proven rows, for a better bound, then with rows learned from simulated runs, until the simulator agrees.
 
+With the effort ``quick`` the linear program is solved to its end first, and then one plan near its point is looked for; no
+integer program, no exchange. Where that finds none within the budget, or only one far above the bound, the chain follows.
+
 All limits are amounts of work, not of time, so that the same step and budget give the same plan on any machine, unless
 the time limit cuts the search short.
 """
@@ -41,6 +44,8 @@ _FEW, _DEEP = 500, 1.1
 _TINY = 24
 # Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many simulated operations.
 _EXCHANGED, _OPEN, _WORK = 600, 5e-3, 2_000_000
+# The gap at which a quick search stops, and which part of the local search it does.
+_QUICK_TOLERANCE, _QUICK_SHARE = 5e-3, 2
 # What is further above the best plan than that is not worth improving.
 _NEAR = 1.01
 
@@ -76,11 +81,18 @@ class _Search:
         warm = problem.warm
         self.rows = Rows(self.index, self.frame, None if warm is None else warm.rows.setdefault(problem.executor, {}))
         self.best: Judged | None = None
+        # The last plan that local search has been at.
+        self.improved: Judged | None = None
         self.bound = self.survey.floor_seconds
         self.price: Price | None = None
         self.impossible = False
+        # What the linear program's last solution drops.
+        self.point: frozenset[int] | None = None
         size = len(self.frame.dropping)
         self.tolerance = next((tolerance for most, tolerance in _TOLERANCES if size <= most), _TOLERANCE)
+        self.quick = problem.effort == "quick"
+        if self.quick:
+            self.tolerance = max(self.tolerance, _QUICK_TOLERANCE)
         self.nodes = 20000 if self.tolerance == 0.0 else max(200_000 // size, 50)
         self.seen: set[object] = set()
 
@@ -88,9 +100,9 @@ class _Search:
         unplanned = judge(self.index, frozenset(), self.executor)
         if unplanned.peak_bytes <= self.budget:
             return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits", price=Price(0.0))
-        for known in (*self.survey.named, *self._handed_on()):
+        for known in self._handed_on():
             self._offer(known)
-        for stage in (self.relax, self._chain, self._exact, self._learn, self._whole):
+        for stage in (self._glance,) if self.quick else (self._fixed, self.relax, self._chain, self._exact, self._learn, self._whole):
             if self.impossible or self._close() or self._late() or self.bound >= self.problem.useless_seconds:
                 break
             self._tell(stage.__name__.strip("_"))
@@ -104,9 +116,10 @@ class _Search:
                 return Choice(least.recompute, None, note, least.run.held_from)
             self._offer(least)
         assert self.best is not None
-        if not self._close():
+        if not self._close() and not (self.quick and self.best is self.improved):
             self._offer(self._improved(self.best))
-        self._exchange()
+        if not self.quick:
+            self._exchange()
         if self.problem.warm is not None:
             self.problem.warm.plans[self.executor] = self.best
         bound = min(self.bound, self.best.step_seconds)
@@ -120,6 +133,29 @@ class _Search:
 
     # -- stages
 
+    def _fixed(self) -> None:
+        """The plans of the named strategies."""
+        for known in self.survey.named:
+            self._offer(known)
+
+    def _glance(self) -> None:
+        """One plan near the last point of the linear program; others only if that is over the budget or far above the bound."""
+        self.relax(trying=False)
+        if self.point is not None:
+            self._try(self.point)
+        if not self.impossible and not self._close():
+            self._fixed()
+        if not self.impossible and self.best is None:
+            self._squeeze()
+        if self.best is not None and self.best.step_seconds > self.bound * _DEEP:
+            self._chain()
+
+    def _squeeze(self) -> None:
+        """From the chain's least plan down until the budget is kept."""
+        if self.survey.links is not None:
+            least = self.survey.links.least()
+            self._offer(lower_peak(self.index, least, self.executor, self.frame.dropping, tries_for(least), self.budget))
+
     def relax(self, trying: bool = True) -> None:
         """The linear program with proven rows, until its point violates none: the bound, and the price of a byte."""
         everything = frozenset(self.frame.held)
@@ -131,7 +167,7 @@ class _Search:
             self._bounded(solution)
             if solution.recompute is None:
                 return
-            self.price = Price.of([row.at for row in rows], solution.prices)
+            self.price, self.point = Price.of([row.at for row in rows], solution.prices), solution.recompute
             fresh = self._add_proven(solution)
             if trying:
                 self._try(solution.recompute)
@@ -245,9 +281,10 @@ class _Search:
 
     def _improved(self, found: Judged) -> Judged:
         """More kept, and more held, until neither helps."""
-        tries = tries_for(found)
+        tries = self._tries(found)
         # A plan with very many replays takes long to simulate.
-        for _ in range(_IMPROVEMENTS if self.index.count + len(found.run.replayed.ops) <= _MANY else 1):
+        many = self.quick or self.index.count + len(found.run.replayed.ops) > _MANY
+        for _ in range(1 if many else _IMPROVEMENTS):
             if self._late():
                 break
             more = hold_more(self.index, found, self.executor, self.budget, self.problem.remaining_seconds, tries)
@@ -255,11 +292,15 @@ class _Search:
             if more.step_seconds >= found.step_seconds:
                 break
             found = more
+        self.improved = found
         return found
 
     def _repaired(self, found: Judged) -> Judged:
         """A choice that is over the budget, lowered until it fits or cannot be lowered further."""
-        return lower_peak(self.index, found, self.executor, self.frame.dropping, tries_for(found), self.budget)
+        return lower_peak(self.index, found, self.executor, self.frame.dropping, self._tries(found), self.budget)
+
+    def _tries(self, found: Judged) -> int:
+        return tries_for(found) // (_QUICK_SHARE if self.quick else 1)
 
     def _close(self) -> bool:
         return self.best is not None and self.best.step_seconds <= self.bound + max(self.tolerance, _ROUNDING) * self.index.base_seconds

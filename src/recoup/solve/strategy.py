@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from recoup.errors import UsageError
 from recoup.graph import StepGraph
@@ -15,7 +15,10 @@ from recoup.simulate.offload import Offload
 if TYPE_CHECKING:
     from recoup.solve.warm import Warm
 
-__all__ = ["Choice", "Price", "Problem", "Progress", "Strategy", "needed_budget", "takes_budgets"]
+__all__ = ["Choice", "Effort", "Price", "Problem", "Progress", "Strategy", "needed_budget", "takes_budgets"]
+
+Effort = Literal["full", "quick"]
+"""How much work a search may do: as much as ever helps, or what takes a small part of a compilation."""
 
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all and a text."""
@@ -33,6 +36,7 @@ class Problem:
         progress: called now and then, or None.
         useless_seconds: a plan that takes that long is of no use: another executor has one. A search may stop when its bound says so.
         warm: what searches for smaller budgets of the same step found, or None.
+        effort: how much work a search may do; either way the same for the same problem, on any machine.
         started: when the search began, on ``time.perf_counter``.
     """
 
@@ -43,6 +47,7 @@ class Problem:
     progress: Progress | None = None
     useless_seconds: float = float("inf")
     warm: Warm | None = None
+    effort: Effort = "full"
     started: float = field(default_factory=time.perf_counter)
 
     @property

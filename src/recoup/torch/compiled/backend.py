@@ -17,7 +17,7 @@ from recoup.units import parse_budget, parse_bytes
 
 __all__ = ["compiled_plan", "recoup_backend"]
 
-_OWN = ("budget", "kernels", "strategy", "standing_bytes", "time_limit_seconds", "step")
+_OWN = ("budget", "kernels", "strategy", "standing_bytes", "effort", "time_limit_seconds", "step")
 _sessions: dict[tuple[Settings, tuple[tuple[str, str], ...]], tuple[Session, Budgeted]] = {}
 
 
@@ -28,8 +28,8 @@ def recoup_backend(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mappin
         gm: the graph that dynamo captured.
         inputs: its example inputs.
         options: ``budget`` (``"6GiB"``, ``"60%"`` of the unplanned peak, or bytes), and where wanted ``kernels``
-            (``inductor`` or ``aten``), ``strategy``, ``standing_bytes``, ``time_limit_seconds`` and ``step`` (see ``Settings``); all
-            else goes to Inductor. Graphs compiled with equal options are taken for one step and share its budget. While a plan
+            (``inductor`` or ``aten``), ``strategy``, ``standing_bytes``, ``effort``, ``time_limit_seconds`` and ``step`` (see
+            ``Settings``); all else goes to Inductor. Graphs compiled with equal options are taken for one step and share its budget. While a plan
             is applied to the model, or its step is recorded, that decides, and no budget is needed.
 
     Raises:
@@ -73,6 +73,7 @@ def _settings(options: Mapping[str, Any]) -> Settings:
         kernels=options.get("kernels", "inductor"),
         strategy=options.get("strategy", "optimal"),
         standing_bytes=parse_bytes(standing) if isinstance(standing, str) else int(standing),
+        effort=options.get("effort", "quick"),
         time_limit_seconds=float(options.get("time_limit_seconds", 20.0)),
         step=str(options.get("step", "")),
     )

@@ -19,7 +19,7 @@ from recoup.errors import InfeasibleBudget
 from recoup.graph import StepGraph
 from recoup.plan import Plan
 from recoup.simulate import simulate
-from recoup.solve import solve
+from recoup.solve import Effort, solve
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.record import calls_of
 from recoup.torch.compiled.session import Label, Local, Logged, Piece, Session
@@ -42,6 +42,7 @@ class Settings:
         strategy: ``optimal``, or a named strategy.
         standing_bytes: what stands beside the graphs' own parameters and inputs: optimizer states, gradients that are not set to None,
             other models.
+        effort: how much work the search may do, ``quick`` or ``full``; see ``recoup.solve``.
         time_limit_seconds: how long to search; the best plan so far is taken then.
         step: a name that keeps several compiled steps of one process apart.
     """
@@ -50,6 +51,7 @@ class Settings:
     kernels: Literal["inductor", "aten"] = "inductor"
     strategy: str = "optimal"
     standing_bytes: int = 0
+    effort: Effort = "quick"
     time_limit_seconds: float = 20.0
     step: str = ""
 
@@ -175,6 +177,7 @@ class Budgeted:
         return _solved[key]
 
     def _solved_for(self, graph: StepGraph, budget_bytes: int) -> Plan:
-        found = solve(graph, budget_bytes, strategy=self.settings.strategy, time_limit_seconds=self.settings.time_limit_seconds)
+        asked = self.settings
+        found = solve(graph, budget_bytes, strategy=asked.strategy, time_limit_seconds=asked.time_limit_seconds, effort=asked.effort)
         self.solve_seconds += found.solve_seconds
         return found
