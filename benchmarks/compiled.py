@@ -5,7 +5,9 @@
 For each workload and kind of kernels, in one process: the step that keeps all, the stock partitioner at each ratio of ``--stock``,
 then Recoup's backend at each stock point's measured peak and at ``--points`` budgets in equal steps from its least peak up. Each
 is compiled with all caches off, its gradients are compared bit by bit with those of keeping all, its peak is measured, and then
-all of them are timed round robin. ``--read FILE ...`` joins rows of earlier runs into one table and figure.
+all of them are timed round robin. ``--processor-time`` counts the processor's seconds instead of the clock's, for a machine that others use
+as well; ``--keep-kernels`` compiles the C++ of equal kernels once for all variants, so that only the first pays for it (compile times
+of Inductor then say little). ``--read FILE ...`` joins rows of earlier runs into one table and figure.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from benchmarks.compiled_report import Row, compiled_figure, curve_table, read_rows, summary_table
-from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, progress_bar, rounds, sizes, write
+from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, processor_seconds, progress_bar, rounds, sizes, write
 from benchmarks.workloads import load
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
@@ -66,6 +68,7 @@ class Bench:
     Attributes:
         reference: gradients of the step that keeps all, by parameter, and its loss at ''; empty before it has run.
         graph: the step that keeps all, as Recoup sees it.
+        clock: tells the seconds of steps and compilations.
         entries: what has been compiled so far.
     """
 
@@ -75,18 +78,19 @@ class Bench:
     step: Step
     reference: dict[str, Tensor] = field(default_factory=dict)
     graph: StepGraph | None = None
+    clock: Callable[[], float] = time.perf_counter
     entries: list[Entry] = field(default_factory=list)
 
     def add(self, variant: str, setting: str, backend: Any, options: dict[str, Any] | None = None) -> Row:
         """Compiles the model, runs two steps, compares gradients and measures the peak."""
         pricing._KNOWN.clear()  # prices found for one row must not shorten the compilation of the next
         self.model.compile(backend=backend, options=options) if options else self.model.compile(backend=backend)
-        with watched() as seen:
-            start = time.perf_counter()
+        with watched(self.clock) as seen:
+            start = self.clock()
             loss = self.step()
             found = {"": loss} | {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
             self.step()  # a step of several graphs gets its final plan here
-            taken = time.perf_counter() - start
+            taken = self.clock() - start
         self.reference, self.graph = self.reference or found, self.graph or seen.graph
         row = Row(
             self.name,
@@ -109,7 +113,7 @@ class Bench:
     def add_recoup(self, setting: str, budget_bytes: int, standing_bytes: int) -> None:
         """Recoup's backend at a budget of bytes."""
         name = f"{self.name} {self.kernels} {setting}"  # each row plans for itself, and finds no plan of another
-        options = {"budget": budget_bytes, "kernels": self.kernels, "standing_bytes": standing_bytes, "step": name}
+        options = {"budget": budget_bytes, "kernels": self.kernels, "standing_bytes": standing_bytes, "results": "released", "step": name}
         self.add("recoup", setting, "recoup", options)
 
     def standing_bytes(self) -> int:
@@ -129,7 +133,7 @@ class Bench:
         """All rows with their times, taken round robin."""
         keys = [f"{entry.row.variant} {entry.row.setting}" for entry in self.entries]
         variants = {key: partial(self.using, entry.call) for key, entry in zip(keys, self.entries, strict=True)}
-        timings = rounds(self.step, variants, repeats=repeats, advance=advance)
+        timings = rounds(self.step, variants, repeats=repeats, advance=advance, clock=self.clock)
         base = timings[keys[0]].median_seconds
         return [
             replace(
@@ -144,23 +148,23 @@ class Bench:
 
 
 @contextmanager
-def watched() -> Generator[Watched]:
-    """Clocks the solver and the pricing inside of Recoup's backend."""
+def watched(clock: Callable[[], float]) -> Generator[Watched]:
+    """Times the solver and the pricing inside of Recoup's backend."""
     seen = Watched()
 
     def timed_solve(graph: StepGraph, *args: Any, **kwargs: Any) -> Any:
-        seen.graph, start = graph, time.perf_counter()
+        seen.graph, start = graph, clock()
         try:
             return solve(graph, *args, **kwargs)
         finally:
-            seen.solve_seconds += time.perf_counter() - start
+            seen.solve_seconds += clock() - start
 
     def timed_priced(joint: Any) -> Any:
-        start = time.perf_counter()
+        start = clock()
         try:
             return pricing.priced(joint)
         finally:
-            seen.pricing_seconds += time.perf_counter() - start
+            seen.pricing_seconds += clock() - start
 
     with patch.object(budgeted, "solve", timed_solve), patch.object(record, "priced", timed_priced):
         yield seen
@@ -186,8 +190,8 @@ def stock_backend(kernels: str, ratio: float) -> Callable[..., Any]:
 
 
 @contextmanager
-def cold_compiler() -> Generator[None]:
-    """No cache of PyTorch's answers for a compilation, and any number of variants of one function stay alive."""
+def cold_compiler(keep_kernels: bool) -> Generator[None]:
+    """No cache of PyTorch's answers for a compilation but, where asked for, of compiled C++; any number of variants stay alive."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -196,7 +200,7 @@ def cold_compiler() -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=100_000))
         stack.enter_context(functorch.patch(enable_autograd_cache=False))
-        stack.enter_context(inductor.patch(force_disable_caches=True))
+        stack.enter_context(inductor.patch(force_disable_caches=not keep_kernels, fx_graph_cache=False))
         yield
     torch.compiler.reset()
 
@@ -217,8 +221,9 @@ def loaded(name: str, options: argparse.Namespace) -> tuple[nn.Module, Step]:
 
 def measure(name: str, kernels: str, options: argparse.Namespace, advance: Advance) -> list[Row]:
     """All rows of one workload under one kind of kernels; the first keeps all."""
-    with cold_compiler():
-        bench = Bench(name, kernels, *loaded(name, options))
+    with cold_compiler(options.keep_kernels):
+        clock = processor_seconds if options.processor_time else time.perf_counter
+        bench = Bench(name, kernels, *loaded(name, options), clock=clock)
         advance(f"{name} {kernels}: keeping all")
         bench.add("keep all", "", "recoup", {"budget": "100%", "kernels": kernels, "step": f"{name} {kernels} all"})
         for ratio in options.stock:
@@ -269,6 +274,8 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, help="blocks of each model, if not the workload's own number")
     parser.add_argument("--width", type=int, help="another width than each workload's own")
     parser.add_argument("--sequence", type=int, help="another sequence length than each workload's own")
+    parser.add_argument("--processor-time", action="store_true", help="seconds of the processor instead of the clock")
+    parser.add_argument("--keep-kernels", action="store_true", help="compile the C++ of equal kernels once for all variants")
     parser.add_argument("--figure", type=Path, help="draw both curves there")
     parser.add_argument("--read", type=Path, nargs="+", default=(), help="rows of earlier runs (of --json) instead of measuring")
     options = parser.parse_args(argv)

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ __all__ = [
     "chosen_workloads",
     "environment",
     "mebibytes",
+    "processor_seconds",
     "progress_bar",
     "ratio",
     "restart_with",
@@ -76,12 +78,13 @@ def rounds(
     repeats: int,
     warm: int = 1,
     advance: Advance | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Times ``run`` under each variant, round robin.
 
     Each round begins with the next variant, so that none has a place of its own. A variant is entered anew each time and
     ``run`` runs ``warm`` times unmeasured inside it, so that no variant pays for its setting up; entering and leaving are
-    not timed.
+    not timed. ``clock`` tells seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     gc.collect()
@@ -92,7 +95,7 @@ def rounds(
                 if advance is not None:
                     advance(f"timing {name}")
                 with enter():
-                    seconds[name].append(_warm_then_timed(run, warm))
+                    seconds[name].append(_warm_then_timed(run, warm, clock))
     finally:
         gc.unfreeze()
     return {name: Timing.of(taken) for name, taken in seconds.items()}
@@ -103,13 +106,19 @@ def _rotated(items: list[Any], by: int) -> list[Any]:
     return items[by:] + items[:by]
 
 
-def _warm_then_timed(run: Callable[[], object], warm: int) -> float:
+def _warm_then_timed(run: Callable[[], object], warm: int, clock: Callable[[], float]) -> float:
     for _ in range(warm):
         run()
     gc.collect()
-    start = time.perf_counter()
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def processor_seconds() -> float:
+    """Time of the processor that this process and the programs that it ran have taken: what others do at the same time adds nothing."""
+    taken = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in taken)
 
 
 def arguments(description: str, *, repeats: int | None = None, workloads: Iterable[str] = WORKLOADS) -> argparse.ArgumentParser:

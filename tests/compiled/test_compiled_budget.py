@@ -29,8 +29,9 @@ from recoup.torch.meter import measure_peak
 KERNELS = ("aten", "inductor")
 
 
-def by_name(model: nn.Module, step: str, budget: str = "60%", kernels: str = "aten", **options: Any) -> nn.Module:
-    return torch.compile(model, backend="recoup", options={"budget": budget, "kernels": kernels, "step": step}, **options)
+def by_name(model: nn.Module, step: str, budget: str = "60%", kernels: str = "aten", results: str = "held", **options: Any) -> nn.Module:
+    asked = {"budget": budget, "kernels": kernels, "step": step, "results": results}
+    return torch.compile(model, backend="recoup", options=asked, **options)
 
 
 def trained(make: Callable[[], nn.Module], compile_: Callable[[nn.Module], Callable[..., Any]], x: Tensor, steps: int = 2) -> list[Tensor]:
@@ -293,6 +294,39 @@ def test_what_stands_beside_the_graphs_is_counted_on_top() -> None:
         assert plan is not None
         peaks.append(plan.peak_bytes)
     assert peaks[1] == peaks[0] + 2**20
+
+
+class WithResult(Stack):
+    """Returns its loss, and what it was made from."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = self.row(x, 0, len(self.blocks))
+        return y.square().mean(), y
+
+
+def test_results_that_are_let_go_are_not_counted_and_one_that_is_not_is_named() -> None:
+    peaks, x = {}, rows(512)
+    for results in ("held", "released"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = WithResult(drop=0.0)
+        options = {"budget": "100%", "kernels": "aten", "step": "results", "results": results}
+        call = torch.compile(model, backend="recoup", options=options)
+        step = stepping(model, lambda x, call=call: call(x)[0], x)
+        step()
+        plan = compiled_plan(options)
+        assert plan is not None
+        peaks[results] = plan.peak_bytes, measure_peak(step, model)
+    assert peaks["held"][1] == peaks["released"][1]
+    y_bytes = x.untyped_storage().nbytes()
+    assert peaks["held"][0] - peaks["released"][0] == y_bytes
+    assert 0 <= peaks["released"][0] + 64 - peaks["released"][1] <= 0.02 * peaks["released"][1]  # 64: the loss and its gradient
+    loss, kept = call(x)
+    with pytest.raises(UsageError, match="result 1 of graph 0 is still there"):
+        loss.backward()
+    del kept
+    with pytest.raises(BackendCompilerFailed, match="'held' or 'released', not 'gone'"):
+        by_name(model, "results", results="gone")(x)
 
 
 def test_a_share_that_is_too_small_is_refused_once_the_step_is_known() -> None:

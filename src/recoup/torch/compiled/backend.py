@@ -17,7 +17,7 @@ from recoup.units import parse_budget, parse_bytes
 
 __all__ = ["compiled_plan", "recoup_backend"]
 
-_OWN = ("budget", "kernels", "strategy", "standing_bytes", "effort", "time_limit_seconds", "step")
+_OWN = ("budget", "kernels", "strategy", "standing_bytes", "results", "effort", "time_limit_seconds", "step")
 _sessions: dict[tuple[Settings, tuple[tuple[str, str], ...]], tuple[Session, Budgeted]] = {}
 
 
@@ -28,9 +28,9 @@ def recoup_backend(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Mappin
         gm: the graph that dynamo captured.
         inputs: its example inputs.
         options: ``budget`` (``"6GiB"``, ``"60%"`` of the unplanned peak, or bytes), and where wanted ``kernels``
-            (``inductor`` or ``aten``), ``strategy``, ``standing_bytes``, ``effort``, ``time_limit_seconds`` and ``step`` (see
-            ``Settings``); all else goes to Inductor. Graphs compiled with equal options are taken for one step and share its budget. While a plan
-            is applied to the model, or its step is recorded, that decides, and no budget is needed.
+            (``inductor`` or ``aten``), ``strategy``, ``standing_bytes``, ``results``, ``effort``, ``time_limit_seconds`` and ``step``
+            (see ``Settings``); all else goes to Inductor. Graphs compiled with equal options are taken for one step and share its
+            budget. While a plan is applied to the model, or its step is recorded, that decides, and no budget is needed.
 
     Raises:
         UsageError: an option is missing or malformed.
@@ -67,12 +67,15 @@ def _settings(options: Mapping[str, Any]) -> Settings:
         raise UsageError(
             "backend='recoup' needs a budget: torch.compile(model, backend='recoup', options={'budget': '6GiB'}); or use recoup.fit"
         )
-    standing = options.get("standing_bytes", 0)
+    standing, results = options.get("standing_bytes", 0), options.get("results", "held")
+    if results not in ("held", "released"):
+        raise UsageError(f"results is 'held' or 'released', not {results!r}")
     return Settings(
         budget=parse_budget(options["budget"]),
         kernels=options.get("kernels", "inductor"),
         strategy=options.get("strategy", "optimal"),
         standing_bytes=parse_bytes(standing) if isinstance(standing, str) else int(standing),
+        results=results,
         effort=options.get("effort", "quick"),
         time_limit_seconds=float(options.get("time_limit_seconds", 20.0)),
         step=str(options.get("step", "")),

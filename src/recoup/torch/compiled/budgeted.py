@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import recoup
-from recoup.errors import InfeasibleBudget
+from recoup.errors import InfeasibleBudget, UsageError
 from recoup.graph import StepGraph
 from recoup.plan import Plan
 from recoup.simulate import simulate
@@ -42,6 +42,8 @@ class Settings:
         strategy: ``optimal``, or a named strategy.
         standing_bytes: what stands beside the graphs' own parameters and inputs: optimizer states, gradients that are not set to None,
             other models.
+        results: ``held``: what the graphs return is counted to the end of the step. ``released``: nobody holds it while the backward runs,
+            but for numbers such as the loss; that is checked in every step.
         effort: how much work the search may do, ``quick`` or ``full``; see ``recoup.solve``.
         time_limit_seconds: how long to search; the best plan so far is taken then.
         step: a name that keeps several compiled steps of one process apart.
@@ -51,6 +53,7 @@ class Settings:
     kernels: Literal["inductor", "aten"] = "inductor"
     strategy: str = "optimal"
     standing_bytes: int = 0
+    results: Literal["held", "released"] = "held"
     effort: Effort = "quick"
     time_limit_seconds: float = 20.0
     step: str = ""
@@ -60,6 +63,7 @@ class Settings:
 _solved: dict[tuple[str, int, Settings], Plan] = {}
 
 
+_NUMBER_BYTES = 8
 _Key = tuple[int, Label]
 
 
@@ -128,7 +132,21 @@ class Budgeted:
         self._remember(call)
 
     def backward_ends(self) -> None:
-        """Nothing to do: results count as held, which is no less than the truth."""
+        """Checks the promise that results are let go; results that count as held need no look, since that is no less than the truth.
+
+        Raises:
+            UsageError: a result of a graph that takes part in the plan is still there, though the option ``results`` says otherwise.
+        """
+        if self.settings.results == "held":
+            return
+        for call in self._planable():
+            for number, (alive, small) in enumerate(zip(call.alive, _are_numbers(call), strict=False)):
+                if alive is not None and not small and alive() is not None:
+                    raise UsageError(
+                        f"results='released' says that nobody holds what a compiled graph returns while the backward runs, but result"
+                        f" {number} of graph {call.piece.number} is still there; let go of it (del, or return the loss alone), or leave"
+                        " the option out: then it is counted"
+                    )
 
     def _remember(self, call: Logged) -> None:
         place = next((number for number, one in enumerate(self.calls) if _key(one) == _key(call)), len(self.calls))
@@ -141,7 +159,10 @@ class Budgeted:
         calls = self._planable()
         if not calls:
             return
-        graph = combined(calls_of(calls), beside_bytes=self.settings.standing_bytes, name="compiled step")
+        held = [_are_numbers(call) for call in calls] if self.settings.results == "released" else None
+        # What a backward begins with, the gradient of a number for each graph at most, is held by its caller to the end.
+        beside_bytes = self.settings.standing_bytes + _NUMBER_BYTES * len(calls)
+        graph = combined(calls_of(calls, held), beside_bytes=beside_bytes, name="compiled step")
         budget_bytes = self.settings.budget.resolve(simulate(graph).peak_bytes)
         self.plan = self._plan_for(graph, budget_bytes)
         before, now = set(self.planned), frozenset(map(_key, calls))
@@ -181,3 +202,10 @@ class Budgeted:
         found = solve(graph, budget_bytes, strategy=asked.strategy, time_limit_seconds=asked.time_limit_seconds, effort=asked.effort)
         self.solve_seconds += found.solve_seconds
         return found
+
+
+def _are_numbers(call: Logged) -> tuple[bool, ...]:
+    """For each result of a graph whether it is no larger than a number: what a user keeps of a step."""
+    joint = call.piece.joint
+    assert joint is not None
+    return tuple(v is None or joint.graph.storages[v].bytes <= _NUMBER_BYTES for v in joint.results)
