@@ -13,10 +13,11 @@ of Inductor then say little). ``--read FILE ...`` joins rows of earlier runs int
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Bench:
         reference: gradients of the step that keeps all, by parameter, and its loss at ''; empty before it has run.
         graph: the step that keeps all, as Recoup sees it.
         clock: tells the seconds of steps and compilations.
+        log: rows are appended there, one in a line, as soon as they are compiled; their times are those of one step.
         entries: what has been compiled so far.
     """
 
@@ -79,6 +81,7 @@ class Bench:
     reference: dict[str, Tensor] = field(default_factory=dict)
     graph: StepGraph | None = None
     clock: Callable[[], float] = time.perf_counter
+    log: Path | None = None
     entries: list[Entry] = field(default_factory=list)
 
     def add(self, variant: str, setting: str, backend: Any, options: dict[str, Any] | None = None) -> Row:
@@ -108,7 +111,18 @@ class Bench:
         if plan is not None:
             row = replace(row, budget_bytes=plan.budget_bytes, predicted_peak_bytes=plan.peak_bytes, gap=plan.gap)
         self.entries.append(Entry(row, self.model._compiled_call_impl, taken))
+        if self.log is not None:
+            self._append(row, taken, self.log)
         return row
+
+    def _append(self, row: Row, first_steps_seconds: float, log: Path) -> None:
+        """Writes a row down with the time of one step."""
+        start = self.clock()
+        self.step()
+        seconds = self.clock() - start
+        row = replace(row, step_seconds=seconds, compile_seconds=first_steps_seconds - 2 * seconds)
+        with log.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
 
     def add_recoup(self, setting: str, budget_bytes: int, standing_bytes: int) -> None:
         """Recoup's backend at a budget of bytes."""
@@ -223,7 +237,7 @@ def measure(name: str, kernels: str, options: argparse.Namespace, advance: Advan
     """All rows of one workload under one kind of kernels; the first keeps all."""
     with cold_compiler(options.keep_kernels):
         clock = processor_seconds if options.processor_time else time.perf_counter
-        bench = Bench(name, kernels, *loaded(name, options), clock=clock)
+        bench = Bench(name, kernels, *loaded(name, options), clock=clock, log=options.log)
         advance(f"{name} {kernels}: keeping all")
         bench.add("keep all", "", "recoup", {"budget": "100%", "kernels": kernels, "step": f"{name} {kernels} all"})
         for ratio in options.stock:
@@ -276,6 +290,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="another sequence length than each workload's own")
     parser.add_argument("--processor-time", action="store_true", help="seconds of the processor instead of the clock")
     parser.add_argument("--keep-kernels", action="store_true", help="compile the C++ of equal kernels once for all variants")
+    parser.add_argument("--log", type=Path, help="append each row there as soon as it is compiled, with the time of one step")
     parser.add_argument("--figure", type=Path, help="draw both curves there")
     parser.add_argument("--read", type=Path, nargs="+", default=(), help="rows of earlier runs (of --json) instead of measuring")
     options = parser.parse_args(argv)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +20,12 @@ SMALL = ["--tiny", "--threads", "1", "--repeats", "2", "--workloads", "gpt2", "-
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """One run of the benchmark, read back from its JSON."""
     path = tmp_path_factory.mktemp("compiled") / "rows.json"
-    main([*SMALL, "--stock", "1,0.5", "--points", "2", "--processor-time", "--json", str(path), "--out", str(path.with_suffix(".txt"))])
-    return read_rows([path])
+    log, text = path.with_suffix(".log"), path.with_suffix(".txt")
+    written = ["--json", str(path), "--log", str(log), "--out", str(text)]
+    main([*SMALL, "--stock", "1,0.5", "--points", "2", "--processor-time", *written])
+    found = read_rows([path])
+    assert [json.loads(line)["setting"] for line in log.read_text().splitlines()] == [row.setting for row in found if not row.note]
+    return found
 
 
 def recoups(rows: list[Row]) -> list[Row]:
@@ -59,10 +65,7 @@ def test_the_shares_of_a_compilation_are_a_part_of_it(rows: list[Row]) -> None:
 
 
 def test_rows_of_earlier_runs_are_joined_into_tables_and_a_figure(rows: list[Row], tmp_path: Path) -> None:
-    from dataclasses import asdict
-    from json import dumps
-
-    (tmp_path / "rows.json").write_text(dumps({"rows": [asdict(row) for row in rows]}))
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [asdict(row) for row in rows]}))
     written = ["--out", str(tmp_path / "tables.txt"), "--figure", str(tmp_path / "curves.png")]
     main([*SMALL, "--read", str(tmp_path / "rows.json"), *written])
     tables = (tmp_path / "tables.txt").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from compiled.models import Block, Stack, left_behind, rows, stepping
 from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
 from recoup.graph.rules import check
 from recoup.torch import doctor
-from recoup.torch.compiled.backend import compiled_plan, recoup_backend
+from recoup.torch.compiled import budgeted
+from recoup.torch.compiled.backend import _session, _settings, compiled_plan, recoup_backend
 from recoup.torch.compiled.detect import is_compiled
 from recoup.torch.meter import measure_peak
 
@@ -327,6 +329,26 @@ def test_results_that_are_let_go_are_not_counted_and_one_that_is_not_is_named() 
     del kept
     with pytest.raises(BackendCompilerFailed, match="'held' or 'released', not 'gone'"):
         by_name(model, "results", results="gone")(x)
+
+
+def test_graphs_that_are_never_called_again_are_let_go() -> None:
+    options = {"budget": "85%", "kernels": "aten", "step": "let go"}
+    for count in (64, 96, 130):
+        torch.compiler.reset()  # what dynamo does with the code of a shape that it drops
+        model = Stack(2)
+        stepping(model, torch.compile(model, backend="recoup", options=options, dynamic=False), rows(count))()
+    session, _ = _session(_settings(options), {})
+    gc.collect()
+    assert [piece.number for piece in session.pieces] == [2]
+
+
+def test_plans_not_asked_for_the_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeted, "_SOLVED", 2)
+    model, x = Stack(2), rows()
+    for share in ("100%", "95%", "90%"):
+        torch.compiler.reset()
+        stepping(model, by_name(model, "forgotten", share), x)()
+    assert [key[2].budget.text for key in budgeted._solved] == ["95%", "90%"]
 
 
 def test_a_share_that_is_too_small_is_refused_once_the_step_is_known() -> None:

@@ -20,7 +20,7 @@ from recoup.torch.compiled.emit import emit
 from recoup.torch.compiled.interfaces import CustomPartitionerFn, aten_compiler
 from recoup.torch.compiled.joint import OUTSIDE, Joint, joint_of
 from recoup.torch.compiled.loops import loops
-from recoup.torch.compiled.pricing import priced
+from recoup.torch.compiled.pricing import price_of, priced
 from recoup.torch.meter import measure_peak
 
 
@@ -130,3 +130,36 @@ def test_loops_come_after_what_they_read() -> None:
         place |= dict.fromkeys(group, number)
     assert len(place) == len(nodes)
     assert all(place[argument] <= place[node] for node in nodes for argument in node.all_input_nodes if argument in place)
+
+
+@torch.library.custom_op("recoup_tests::picky", mutates_args=())
+def picky(x: Tensor) -> Tensor:
+    """Fails on numbers that are all the same, as made-up ones are."""
+    if bool((x == x.reshape(-1)[0]).all()):
+        raise ValueError("all the same")
+    return x.clone()
+
+
+@picky.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_cannot_be_run_on_made_up_numbers_costs_at_least_its_bytes() -> None:
+    made = []
+    for count in (256, 4096):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(count, 256)
+        node = graph.call_function(torch.ops.recoup_tests.picky.default, (x,))
+        node.meta["val"] = torch.empty(count, 256)
+        made.append(price_of(node))
+    small, large = made
+    assert {small.provenance, large.provenance} == {"modelled"}
+    assert 0 < small.seconds < large.seconds
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4096, 256)
+    copied = graph.call_function(torch.ops.aten.clone.default, (x,))
+    copied.meta["val"] = torch.empty(4096, 256)
+    assert large.seconds == pytest.approx(price_of(copied).seconds, rel=2)  # a copy moves just as much

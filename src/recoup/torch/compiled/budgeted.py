@@ -59,8 +59,9 @@ class Settings:
     step: str = ""
 
 
-# Plans by graph, budget and settings: compiling the same once more asks no solver.
+# Plans by graph, budget and settings, those asked for last: compiling the same once more asks no solver.
 _solved: dict[tuple[str, int, Settings], Plan] = {}
+_SOLVED = 64
 
 
 _NUMBER_BYTES = 8
@@ -195,7 +196,10 @@ class Budgeted:
                 self.shortfall = error
                 return self._solved_for(graph, error.least_bytes)
             _solved[key] = found
-        return _solved[key]
+        _solved[key] = found = _solved.pop(key)  # to the end: the first is the one not asked for the longest
+        while len(_solved) > _SOLVED:
+            del _solved[next(iter(_solved))]
+        return found
 
     def _solved_for(self, graph: StepGraph, budget_bytes: int) -> Plan:
         asked = self.settings

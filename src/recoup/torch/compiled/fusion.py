@@ -7,6 +7,9 @@ of its ATen kernel, which does one of everything,
     fused = max(kernel - launch - (read + written) / bandwidth, 0) + read from elsewhere / bandwidth
 
 with launch and bandwidth measured on this machine. A reduction in a loop keeps the time of its kernel.
+
+What cannot be run alone costs what moving its bytes does, launch + (read + written) / bandwidth: the memory side of a roofline
+(Williams, Waterman and Patterson 2009, "Roofline", Communications of the ACM 52(4), 65-76), so that no operation counts as free.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from recoup.torch.compiled.loops import is_pointwise
 from recoup.torch.compiled.traced import tensors_of
 from recoup.torch.timing import least_seconds, synchronizer
 
-__all__ = ["Price", "in_a_loop"]
+__all__ = ["Price", "by_bytes", "in_a_loop"]
 
 _PROBE_BYTES = 8 * 2**20
 _REPEATS = 5
@@ -35,20 +38,33 @@ class Price:
 
     seconds: float
     scratch_bytes: int
-    provenance: Literal["measured", "modelled", "assumed"] = "measured"
+    provenance: Literal["measured", "modelled"] = "measured"
 
 
 def in_a_loop(node: fx.Node, alone: Price) -> Price:
     """The price of a loop's operation, from that of its kernel alone."""
-    if not is_pointwise(node) or alone.provenance == "assumed":
+    if not is_pointwise(node):
         return Price(alone.seconds, 0, alone.provenance)
     tensors = tensors_of(node)
     launch, per_byte = _kernel(str(tensors[0].device))
-    read = sum(_bytes(tensor) for argument in node.all_input_nodes for tensor in tensors_of(argument))
+    read, written = _read_and_written(node)
     elsewhere = sum(_bytes(tensor) for argument in node.all_input_nodes if not is_pointwise(argument) for tensor in tensors_of(argument))
-    written = sum(_bytes(tensor) for tensor in tensors)
     arithmetic = max(alone.seconds - launch - (read + written) * per_byte, 0.0)
     return Price(min(arithmetic + elsewhere * per_byte, alone.seconds), 0, "modelled")
+
+
+def by_bytes(node: fx.Node) -> Price:
+    """The price of an operation that cannot be run alone: what it reads and writes, and a launch."""
+    tensors = tensors_of(node) or [tensor for argument in node.all_input_nodes for tensor in tensors_of(argument)]
+    if not tensors:
+        return Price(0.0, 0, "modelled")
+    launch, per_byte = _kernel(str(tensors[0].device))
+    return Price(launch + sum(_read_and_written(node)) * per_byte, 0, "modelled")
+
+
+def _read_and_written(node: fx.Node) -> tuple[int, int]:
+    read = sum(_bytes(tensor) for argument in node.all_input_nodes for tensor in tensors_of(argument))
+    return read, sum(_bytes(tensor) for tensor in tensors_of(node))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from recoup.simulate.judge import GENERATOR_STATE_BYTES
-from recoup.torch.compiled.fusion import Price, in_a_loop
+from recoup.torch.compiled.fusion import Price, by_bytes, in_a_loop
 from recoup.torch.compiled.interfaces import concrete, is_random, no_modes
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.loops import is_loop
@@ -29,7 +29,6 @@ _REPEATS = 3
 _LONG_SECONDS = 0.02
 
 
-_UNKNOWN = Price(0.0, 0, "assumed")
 _KNOWN: dict[str, Price] = {}
 
 
@@ -57,7 +56,7 @@ def priced(joint: Joint) -> Joint:
 def price_of(node: fx.Node) -> Price:
     """The price of one node, from an earlier measurement of one like it where there is one."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return _UNKNOWN
+        return by_bytes(node)
     key = _key(node)
     if key not in _KNOWN:
         _KNOWN[key] = _measure(node)
@@ -101,8 +100,8 @@ def _measure(node: fx.Node) -> Price:
             call = _call_of(node)
             call()
         except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            # It does not run on made-up numbers (a solver on a singular matrix): it has no price, and is said to have none.
-            return _UNKNOWN
+            # It does not run on made-up numbers (a solver on a singular matrix).
+            return by_bytes(node)
         seconds = least_seconds(call, _REPEATS, synchronizer(device or torch.device("cpu")), enough=_LONG_SECONDS)
         return Price(seconds, _scratch_bytes(call, meter_for(device) if device is not None else CpuMeter()))
 

@@ -10,6 +10,7 @@ a step, so that a graph compiled for another shape takes the place, and the deci
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +101,12 @@ class Logged:
     alive: tuple[Callable[[], object] | None, ...] = ()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Piece:
-    """One graph that dynamo handed over, and the ways in which it has been compiled."""
+    """One graph that dynamo handed over, and the ways in which it has been compiled.
+
+    It lives as long as dynamo keeps the code that calls it, or a step that it is part of is under way.
+    """
 
     number: int
     source: Recompilable
@@ -119,7 +123,8 @@ class Session:
     def __init__(self, chooser: Chooser, names: Mapping[int, str] | None = None) -> None:
         self.chooser = chooser
         self.names = names or {}
-        self.pieces: list[Piece] = []
+        self.pieces: weakref.WeakSet[Piece] = weakref.WeakSet()
+        self._numbers = itertools.count()
         self.logging = False
         # Where the inputs lie of the call that a new graph is being compiled for.
         self.arriving: tuple[int, ...] = ()
@@ -138,8 +143,8 @@ class Session:
         """A new graph: compiled for the call that is about to come, and dispatched for all that follow."""
         self._begin_step()
         source = Recompilable(gm, compiler)
-        piece = Piece(len(self.pieces), source, source.parameters())
-        self.pieces.append(piece)
+        piece = Piece(next(self._numbers), source, source.parameters())
+        self.pieces.add(piece)
         first = self._label(piece, inputs)
         self.arriving = memories(inputs)
         piece.by_label[first] = self._compiled(piece, first, inputs)
