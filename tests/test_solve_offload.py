@@ -281,7 +281,7 @@ def test_transformers_are_strictly_faster_than_either_alone_somewhere(name: str)
     least = least_of(graph, "static", link)
     peak = simulate(graph).peak_bytes
     better = []
-    for share in (0.02, 0.1, 0.3):
+    for share in (0.05, 0.2):
         budget = least + int((peak - least) * share)
         joint = solve(graph, budget, gear="static", offload=link, time_limit_seconds=10).step_seconds
         alone = seconds_or_never(graph, budget, gear="static")

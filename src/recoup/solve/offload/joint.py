@@ -29,10 +29,12 @@ from recoup.solve.survey import survey_of
 
 __all__ = ["Joint", "joint_of"]
 
-# A step of that much more than its bound, relative to the unplanned one, is not worth searching on.
-_CONTENT = 5e-4
+# A step of that much more than its bound, relative to the unplanned one, is not worth searching on; in steps of few decisions any is.
+_CONTENT, _ROUNDING, _FEW = 5e-4, 1e-9, 60
 # A plan of recomputation that is so near the best one is a start for joint ones too.
 _NEAR = 1.1
+# What of the time the links have together; the rest is for recomputation alone, which most often needs none.
+_SEARCHED = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class _Joint:
             return Choice(frozenset(), bound, "another executor has a plan that no plan of this one can beat")
         worth = [space for space in spaces if bounds[space] < float("inf")]
         for place, space in enumerate(worth):
-            self._search(space, bounds[space], self._share(len(worth) - place + 1))
+            self._search(space, bounds[space], self._share(len(worth) - place))
         if self.asked.recomputing:
             recomputed = self._recompute(bounds)
             # Without anything that can move a plan recomputes alone, and so does its bound.
@@ -125,9 +127,9 @@ class _Joint:
             lambda: self.problem.remaining_seconds, self.asked.recomputing,
         )  # fmt: skip
 
-    def _share(self, parts: int) -> Callable[[], float]:
-        """What is left of one of so many equal parts of the time that is left."""
-        end = self.problem.remaining_seconds * (1 - 1 / parts)
+    def _share(self, links: int) -> Callable[[], float]:
+        """What is left, for one of so many links, of its part of the time; recomputation alone keeps a share for itself."""
+        end = self.problem.remaining_seconds * (1 - (_SEARCHED if self.asked.recomputing else 1.0) / links)
         return lambda: self.problem.remaining_seconds - end
 
     def _search(self, space: Space, bound: float, remaining: Callable[[], float]) -> None:
@@ -138,12 +140,9 @@ class _Joint:
         if not self.asked.recomputing or alone.content():
             return
         search = self._from(space, bound, remaining)
-        search.start()
-        if alone.best is not None:
+        search.start(self._deep)
+        if alone.best is not None and not search.content():
             search.polish(alone.best)
-        if not search.content():
-            for deep in self._deep():
-                search.cross(deep)
         search.exchange()
         if not search.content():
             search.enumerate()
@@ -178,7 +177,8 @@ class _Joint:
         return choice.bound_seconds or self.floor
 
     def _from(self, space: Space, bound: float, remaining: Callable[[], float]) -> Search:
-        enough = bound + _CONTENT * self.index.base_seconds
+        decisions = len(space.movable | space.dropping)
+        enough = bound + (_ROUNDING if decisions <= _FEW else _CONTENT) * self.index.base_seconds
         return Search(space, self.executor, self.budget, enough, remaining)
 
     def _offer(self, found: JointJudged) -> None:

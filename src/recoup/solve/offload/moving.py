@@ -14,8 +14,8 @@ from recoup.solve.holds import first_asks
 
 __all__ = ["Moving", "moving_of"]
 
-# A storage that occupies the link so many times longer than its bytes alone would is not worth its transfer.
-_CRUMB = 25.0
+# Where there is much to choose from, a storage that occupies the link so many times longer than its bytes alone is left out.
+_CRUMB, _MANY = 25.0, 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,11 +38,11 @@ class Moving:
 
 
 def moving_of(index: Replays, link: OffloadLink) -> Moving:
-    """What of a step can move over a link to any use: it leaves memory before it is asked for, and is no crumb."""
+    """What of a step can move over a link to any use: it leaves memory before it is asked for, and among many it is no crumb."""
     asks = first_asks(index)
-    found = frozenset(
-        v for v in offloadable(index) if index.unheld[v] < index.events[asks[v]].gap and not _crumb(index.bytes[v], link)
-    )  # fmt: skip
+    found = frozenset(v for v in offloadable(index) if index.unheld[v] < index.events[asks[v]].gap)
+    if len(found) > _MANY:
+        found = frozenset(v for v in found if not _crumb(index.bytes[v], link))
     puts = puts_of(index.graph, found)
     seconds = np.array([op.seconds for op in index.graph.ops])
     total = float(seconds.sum())

@@ -48,7 +48,6 @@ class Search:
         self.space, self.index, self.executor, self.budget = space, space.index, executor, budget
         self.enough, self.remaining = enough, remaining
         self.best: JointJudged | None = None
-        self.starts: list[JointJudged] = []
         self.spent = 0
         self.random = random.Random(_SEED)
         self.base = self.index.base_seconds
@@ -56,8 +55,8 @@ class Search:
 
     # -- stages
 
-    def start(self) -> None:
-        """Plans near the linear programs of all windows; the best of them repaired and improved."""
+    def start(self, deep: Callable[[], Iterable[JointJudged]] = tuple) -> None:
+        """Plans near the linear programs of all windows, crossed with ``deep`` ones; the best of them repaired and improved."""
         found: dict[object, JointJudged] = {}
         recomputing = bool(self.space.dropping)
         for window in self._windows():
@@ -69,8 +68,13 @@ class Search:
             ):  # fmt: skip
                 self.offer(one)
                 found[one.joint_key] = one
-        self.starts = sorted(found.values(), key=self._promise)[:_STARTS]
-        for one in self.starts:
+        starts = sorted(found.values(), key=self._promise)[:_STARTS]
+        if not self.content():
+            for other in deep():
+                for one in self._crossings(starts, other):
+                    self.offer(one)
+                    found[one.joint_key] = one
+        for one in sorted(found.values(), key=self._promise)[:_STARTS]:
             if not self.content():
                 self.polish(one)
 
@@ -86,17 +90,15 @@ class Search:
         if self.offer(found) and not self.content():
             self.offer(self._swept(found))
 
-    def cross(self, other: JointJudged) -> None:
-        """Plans that treat what is saved early as ``other`` does, and what is saved late as the best starts do.
+    def _crossings(self, starts: Iterable[JointJudged], other: JointJudged) -> list[JointJudged]:
+        """Plans that treat what is saved early as ``other`` does, and what is saved late as the starts do.
 
         The early layers come last in the backward, where all gradients stand: there a plan may have to rebuild more than once,
         of which the linear program knows nothing, while the link serves the rest.
         """
         order = [gap for gap, _ in puts_of(self.index.graph, self.space.movable)]
         cuts = sorted({order[len(order) * place // _CUTS] for place in range(1, _CUTS)}) if order else []
-        found = [self._crossed(start, other, cut) for start in self.starts for cut in cuts if not self.late()]
-        for one in sorted(found, key=self._promise)[:_STARTS]:
-            self.polish(one)
+        return [self._crossed(start, other, cut) for start in starts for cut in cuts if not self.late()]
 
     def _crossed(self, late: JointJudged, early: JointJudged, cut: int) -> JointJudged:
         first = {v: self.index.graph.saves[saves[0]].packed_at for v, saves in enumerate(self.index.saves_of) if saves}
