@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor, nn
 
 import recoup
@@ -183,6 +184,37 @@ def test_what_fails_the_audit_is_refused_with_the_reason(kind: str) -> None:
     assert reason in found["part"]
     with pytest.raises(PlanMismatch, match="which the audit refused"):
         tiled(graph, {"part": 2})
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast", "adam", "frozen"])
+def test_kinds_of_steps(kind: str) -> None:
+    model = Tower(words=2000, width=32, hidden=256)
+    if kind == "bfloat16":
+        model = model.bfloat16()
+    if kind == "frozen":
+        model.requires_grad_(False)
+        model.blocks[0].mlp.up.weight.requires_grad_(True)
+        model.head.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if kind == "adam" else None
+    ids = torch.randint(2000, (4, 64))
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = model(ids, ids)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return loss.detach()
+
+    graph = record(step, model=model, runs=1)
+    chosen = {region.site: 4 for region in graph.tileable if not region.reason}
+    assert set(chosen) == {"blocks.0.mlp", "blocks.1.mlp", "head/cross_entropy"}
+    predicted = simulate(tiled(graph, chosen)).peak_bytes
+    found = verify(model, step, structs.replace(tiles()(chosen), peak_bytes=predicted), steps=2)
+    assert [check for check in found.checks if not check.passed] == []
+    assert found.peak_bytes is not None
+    assert found.peak_bytes <= predicted * 1.002
 
 
 def test_the_head_is_the_innermost_call_that_makes_the_logits() -> None:

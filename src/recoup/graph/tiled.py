@@ -233,24 +233,24 @@ class _Tiling:
         again = [] if group.forward else [ops[op].seconds for op in group.region.forward]
         seconds = sum(own) + sum(again) + pieces * (_PIECE_SECONDS[group.forward] + _OP_SECONDS * (len(own) + len(again)))
         if not group.forward:
-            # From the second piece on weight gradients are added to what stands: read twice, written once.
+            # From the second piece on weight gradients are made beside what stands and added to it: written, read twice, written.
             outlive = sum(
                 storage.bytes for storage in self.old.storages
                 if storage.producer in group.ops and storage.id != group.region.source and storage.kind == "gradient"
                 and storage.dies > group.ops[-1] + 1
             )  # fmt: skip
-            seconds += (pieces - 1) * 3 * outlive / self._bytes_per_second()
+            seconds += (pieces - 1) * 4 * outlive / self._bytes_per_second()
         return seconds
 
     def _bytes_per_second(self) -> float:
-        """How fast the fastest of the large operations without arithmetic to speak of went through memory in this step."""
+        """How fast large operations without arithmetic to speak of went through memory in this step, fresh memory included."""
         rates = [
             moved / op.seconds
             for op in self.old.ops
             if op.seconds > 0 and not op.flops
             and (moved := sum(self.old.storages[ref.storage].bytes for ref in (*op.inputs, *op.outputs))) >= _LARGE
         ]  # fmt: skip
-        return sorted(rates)[len(rates) * 9 // 10] if rates else _BYTES_PER_SECOND
+        return sorted(rates)[len(rates) // 2] if rates else _BYTES_PER_SECOND
 
     def _ref(self, ref: Ref, ids: Mapping[int, int], *, after: bool = False) -> Ref:
         return Ref(ids[ref.storage], self._version(ref, after), ref.view)

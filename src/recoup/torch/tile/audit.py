@@ -45,9 +45,17 @@ class Verdict:
 
 
 def audit_call(
-    path: str, module: torch.nn.Module, inner: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    path: str,
+    module: torch.nn.Module,
+    inner: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    narrowest: torch.dtype | None = None,
 ) -> Verdict:
-    """Run the call plainly and in pieces, and compare. Counters of modules count on; the caller puts them back."""
+    """Run the call plainly and in pieces, and compare. Counters of modules count on; the caller puts them back.
+
+    ``narrowest`` is the narrowest dtype that the call computes in, where that is not the one of its results.
+    """
     try:
         whole = demand_fit(module, args, kwargs)
     except Unfit as reason:
@@ -67,7 +75,7 @@ def audit_call(
         return Verdict(f"it fails on a part of its rows: {type(error).__name__}: {error}")
     worst = 0.0
     for (name, one), (_, other) in zip(plain, split, strict=True):
-        found, limit = apart(one, other), allowed(one)
+        found, limit = apart(one, other), allowed(one, narrowest)
         if found > limit:
             return Verdict(f"a part of its rows gives another {name} than the whole: {found:.1e} apart, {limit:.1e} is allowed")
         worst = max(worst, found)
@@ -178,9 +186,9 @@ def apart(one: Tensor | None, other: Tensor | None) -> float:
     return apart / scale if scale > 0 and apart == apart else float("inf")
 
 
-def allowed(one: Tensor | None) -> float:
-    """What the order of sums may make of it, relative to the largest value."""
+def allowed(one: Tensor | None, narrowest: torch.dtype | None = None) -> float:
+    """What the order of sums may make of it, relative to the largest value, where it is computed in a narrower dtype perhaps."""
     if one is None:
         return 0.0
-    narrow = one.dtype in (torch.bfloat16, torch.float16)
-    return (_NARROW_UNITS if narrow else _UNITS) * torch.finfo(one.dtype).eps
+    dtype = narrowest or one.dtype
+    return (_NARROW_UNITS if dtype in (torch.bfloat16, torch.float16) else _UNITS) * torch.finfo(dtype).eps

@@ -21,8 +21,13 @@ _PIECES = 3
 _RESULT_BYTES = 40  # for each row: what the reduction of its loss holds until the backward
 
 
-def audit_losses(sites: set[str], step: Callable[[], object], model: torch.nn.Module, snapshot: Snapshot) -> dict[str, Verdict]:
-    """For each site of a loss what the audit found. The step runs twice, from the snapshot's state, which stands again at the end."""
+def audit_losses(
+    sites: set[str], step: Callable[[], object], model: torch.nn.Module, snapshot: Snapshot, narrowest: torch.dtype | None = None
+) -> dict[str, Verdict]:
+    """For each site of a loss what the audit found. The step runs twice, from the snapshot's state, which stands again at the end.
+
+    ``narrowest`` is the narrowest dtype that the regions compute in, where that is not the one of the gradients.
+    """
     with _gradients(model) as plain:
         step()
     snapshot.restore()
@@ -32,7 +37,7 @@ def audit_losses(sites: set[str], step: Callable[[], object], model: torch.nn.Mo
     snapshot.restore()
     if failure:
         return {site: Verdict(failure) for site in sites}
-    worst, wrong = _compared(plain, split)
+    worst, wrong = _compared(plain, split, narrowest)
     found = {}
     for site in sites:
         reason = wrong or bench.tiler.kept.get(site, "") or ("" if site in bench.samples else "its loss did not run in tiles")
@@ -78,11 +83,11 @@ class _Bench:
         return self.tiler.call(path, inner, args, kwargs)
 
 
-def _compared(plain: Mapping[str, Tensor], split: Mapping[str, Tensor]) -> tuple[float, str]:
+def _compared(plain: Mapping[str, Tensor], split: Mapping[str, Tensor], narrowest: torch.dtype | None) -> tuple[float, str]:
     """The largest relative difference of any gradient, and what is wrong, '' if nothing is."""
     worst = 0.0
     for name, one in plain.items():
-        found, limit = apart(one, split.get(name)), allowed(one)
+        found, limit = apart(one, split.get(name)), allowed(one, narrowest)
         if found > limit:
             return found, f"with it in tiles the gradient of {name} is {found:.1e} apart, {limit:.1e} is allowed"
         worst = max(worst, found)

@@ -29,6 +29,7 @@ _REFUSED_FLAGS = {
     "decision": "decides on a route",
     "sync": "hands a number to Python",
 }
+_NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class _Parts:
 def find_regions(
     step: Callable[[], object], model: torch.nn.Module, main: Recorder, device: torch.device, snapshot: Snapshot, peak_bytes: int
 ) -> tuple[TileRegion, ...]:
-    """The token-wise regions of a recorded step, refused ones with the reason; nothing if the step differs from run to run.
+    """The token-wise regions of a recorded step, refused ones with the reason.
+
+    Nothing if the step differs from run to run, or is one of several ranks'.
 
     Args:
         step: the step, which runs four times or so.
@@ -54,6 +57,9 @@ def find_regions(
         snapshot: of the state that each run starts from; restored at the end.
         peak_bytes: of the step; regions that make less than a five-hundredth of it for themselves are left out.
     """
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # How often the step runs here depends on what is found, and ranks that disagree would wait for each other for ever.
+        return ()
     watcher = SpanRecorder(model, clock_for(device))
     watcher.record(step)
     snapshot.restore()
@@ -120,6 +126,12 @@ class _Finder:
                 if producer is not None and producer not in own and begin < producer:
                     return f"its backward waits for {watcher.ops[producer].site}"
         return ""
+
+    def narrowest(self, parts: _Parts) -> torch.dtype | None:
+        """The narrowest float that the region computes in, if it is one of 16 bits: under autocast its results do not show it."""
+        ops = (self.watcher.ops[number] for number in (*parts.forward, *parts.backward))
+        found = {ref.view.dtype for op in ops for ref in (*op.inputs, *op.outputs)}
+        return next((dtype for name, dtype in _NARROW.items() if name in found), None)
 
     def _pass(self, op: int) -> int:
         return sum(gap <= op for gap in self.watcher.backwards)
@@ -200,7 +212,7 @@ class _Audit:
             self.busy = True
             try:
                 with torch.random.fork_rng(devices=[]):
-                    self.kinds[kind] = audit_call(key[0], module, inner, args, kwargs)
+                    self.kinds[kind] = audit_call(key[0], module, inner, args, kwargs, self.finder.narrowest(parts))
             finally:
                 self.busy = False
         return self.kinds[kind]
@@ -234,7 +246,8 @@ def _losses(finder: _Finder, step: Callable[[], object], model: torch.nn.Module,
         refusal = "its result goes into more than one loss" if key in found else finder.refusal(parts, _results(finder, loss))
         found[key] = (parts, refusal)
     sites = {loss_site(path) for (path, _), (_, refusal) in found.items() if not refusal}
-    verdicts = audit_losses(sites, step, model, snapshot) if sites else {}
+    narrow = [dtype for parts, _ in found.values() if (dtype := finder.narrowest(parts)) is not None]
+    verdicts = audit_losses(sites, step, model, snapshot, next(iter(narrow), None)) if sites else {}
     return [
         finder.region(loss_site(path), parts, Verdict(refusal) if refusal else verdicts[loss_site(path)])
         for (path, _), (parts, refusal) in found.items()
