@@ -25,6 +25,7 @@ _RENUMBERED = "its number in its module changes when the loss runs in tiles"
 # What a piece costs beyond its work, forward and backward, and each of its operations: slicing, calling, a backward pass of its own.
 _PIECE_SECONDS = {True: 60e-6, False: 250e-6}
 _OP_SECONDS = 20e-6
+_WEIGHT_PASSES = 7  # reads and writes of something as large as the weights, for each piece
 _BYTES_PER_SECOND = 1e10
 _LARGE = 1 << 20
 
@@ -95,8 +96,13 @@ class _Tiling:
     order: list[int] = field(default_factory=list)
     number_of: dict[int, int] = field(default_factory=dict)
     outer: dict[int, set[int]] = field(default_factory=dict)
+    bytes_per_second: float = 0.0
+    floor: int = 0
 
     def graph(self) -> StepGraph:
+        self.bytes_per_second = self._bytes_per_second()
+        # What a graph counts at every moment, since the allocator saw more than it knows of, is counted in tiles too.
+        self.floor = min(op.scratch_bytes for op in self.old.ops)
         self._group()
         self._number()
         gone = self._gone()
@@ -190,7 +196,7 @@ class _Tiling:
 
     def _grouped(self, group: _Group, ids: Mapping[int, int]) -> Op:
         members = [self.old.ops[op] for op in group.ops]
-        made = {ref.storage for op in members for ref in op.outputs if self.old.storages[ref.storage].producer in group.ops}
+        made = {ref.storage for op in members for ref in op.outputs if self._maker(self.old.storages[ref.storage]) is group}
         inputs = {ref.storage: ref for op in reversed(members) for ref in op.inputs if ref.storage in ids and ref.storage not in made}
         if not group.forward:
             # The region's own input and what it read beside it are read once more.
@@ -201,8 +207,6 @@ class _Tiling:
         mutates = tuple(dict.fromkeys(v for op in members for v in op.mutates if v in ids and v not in made))
         kind = "forward" if group.forward else "backward"
         scratch = scratch_bytes(group.region.samples, piece_rows(group.region.rows, group.tiles))
-        # What a graph counts at every moment, since the allocator saw more than it knows of, is counted here too.
-        floor = min(op.scratch_bytes for op in self.old.ops)
         return Op(
             id=group.number,
             site=f"{group.region.site}{f'@{group.region.call}' if group.region.call else ''}/tiled_{kind}{_nth(self.groups, group)}",
@@ -213,7 +217,7 @@ class _Tiling:
             mutates=tuple(ids[v] for v in mutates),
             seconds=self._seconds(group),
             flops=sum(op.flops for op in members) + (0 if group.forward else sum(self.old.ops[op].flops for op in group.region.forward)),
-            scratch_bytes=floor + (scratch[0] if group.forward else scratch[1]),
+            scratch_bytes=self.floor + (scratch[0] if group.forward else scratch[1]),
             module=group.region.site.removesuffix(LOSS),
             call=group.region.call,
             phase="forward" if group.forward else "backward",
@@ -233,13 +237,13 @@ class _Tiling:
         again = [] if group.forward else [ops[op].seconds for op in group.region.forward]
         seconds = sum(own) + sum(again) + pieces * (_PIECE_SECONDS[group.forward] + _OP_SECONDS * (len(own) + len(again)))
         if not group.forward:
-            # From the second piece on weight gradients are made beside what stands and added to it: written, read twice, written.
-            outlive = sum(
-                storage.bytes for storage in self.old.storages
-                if storage.producer in group.ops and storage.id != group.region.source and storage.kind == "gradient"
-                and storage.dies > group.ops[-1] + 1
-            )  # fmt: skip
-            seconds += (pieces - 1) * 4 * outlive / self._bytes_per_second()
+            # Each piece after the first reads the weights three times more, and makes gradients of them that are added to what stands.
+            made = {ref.storage for op in group.ops for ref in ops[op].outputs}
+            grads = [self.old.storages[v] for v in made if self._maker(self.old.storages[v]) is group]
+            # All that outlives the region but the gradient of its input, which is as large as that.
+            rows_bytes = self.old.storages[group.region.source].bytes
+            outlive = sum(v.bytes for v in grads if v.kind == "gradient" and v.dies > group.ops[-1] + 1 and v.bytes != rows_bytes)
+            seconds += (pieces - 1) * _WEIGHT_PASSES * outlive / self.bytes_per_second
         return seconds
 
     def _bytes_per_second(self) -> float:
@@ -332,8 +336,11 @@ class _Tiling:
             released = max(self._gap(save.released_at), packed, *unpacked)
             saves.append(Save(ref=self._ref(save.ref, ids), packed_at=packed, unpacked_at=unpacked, released_at=released))
         extra: dict[int, list[int]] = {}
+        groups: dict[int, list[_Group]] = {}
+        for group in self.groups:
+            groups.setdefault(id(group.region), []).append(group)
         for region, _ in self.chosen:
-            forward, *backwards = [group for group in self.groups if group.region is region]
+            forward, *backwards = groups[id(region)]
             places = [group.number for group in backwards]
             for ref in self._read_again(region, ids):
                 extra[len(saves)] = places
