@@ -97,11 +97,10 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class _Tried:
-    """A plan that was compiled: what the graph alone says of its peak, and XLA, over all devices."""
+    """A plan that was compiled, and what it needs: by XLA, and at the least for what its forward hands over; over all devices."""
 
     plan: Plan
     trial: Trial
-    counted_bytes: int
     peak_bytes: int
 
 
@@ -212,10 +211,11 @@ class _Loop:
         key = (plan.decisions, tuple(plan.stretches.items()))
         if key not in self.tried:
             trial = Trial.of(self.prepared, planned_step(self.prepared, plan))
-            peak = trial.compiled.peak_bytes * self.devices
+            # What XLA fuses away must fit as well: another version may not.
+            peak = max(trial.compiled.peak_bytes * self.devices, trial.residual_bytes)
             promised = min(max(counted + self.offset, peak), self.limit)
             plan = msgspec.structs.replace(plan, budget_bytes=self.limit, peak_bytes=promised if peak <= self.limit else counted)
-            self.tried[key] = _Tried(plan, trial, counted, peak)
+            self.tried[key] = _Tried(plan, trial, peak)
             self.offset = peak - counted
         found = self.tried[key]
         if found.peak_bytes <= self.limit and (self.best is None or found.plan.step_seconds < self.best.plan.step_seconds):
