@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,19 +45,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES, help="of the unplanned peak, for budgets between the policies'")
     args = parser.parse_args()
     loss, values = gpt.scanned()
     plain = _point("unplanned", loss, values)
     base = plain.flops
     points = [plain, *(_point(name, _under(name), values) for name in POLICIES)]
-    peaks = [point.compiled.peak_bytes for point in points[1:]] + [int(plain.compiled.peak_bytes * share) for share in SHARES]
-    for peak in sorted(set(peaks), reverse=True):
+    whole = plain.compiled.peak_bytes
+    peaks = {point.compiled.peak_bytes for point in points} | {int(whole * share) for share in args.shares}
+    for peak in sorted((peak for peak in peaks if peak < whole), reverse=True):
         try:
-            fitted = recoup.jax.fit(loss, *values, budget=peak, measure=False)
+            fitted = recoup.jax.fit(loss, *values, budget=peak, runs=0, measure=False)
         except RecoupError as error:
             print(f"recoup at {peak / _MIB:.1f} MiB: {error}")
             continue
         points.append(_point("recoup", fitted, values, peak))
+        print(f"recoup at {peak / _MIB:.1f} MiB: {points[-1].compiled.peak_bytes / _MIB:.1f} MiB", file=sys.stderr, flush=True)
     _time(points, values, args.rounds)
     print(f"JAX {jax.__version__} on {jax.default_backend()}")
     print("| step | budget MiB | peak MiB | temp MiB | recomputed GFLOP | time |")
