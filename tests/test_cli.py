@@ -20,6 +20,7 @@ from recoup.cli import main
 from recoup.cli.arguments import derived_name
 from recoup.cli.measure import choose_points
 from recoup.cli.workload import load_workload, parse_sizes
+from recoup.cost import OffloadLink
 from recoup.errors import CaptureError, InfeasibleBudget, UsageError
 from recoup.graph.store import load, save
 from recoup.plan import Decision, Plan
@@ -378,6 +379,17 @@ def test_auto_takes_what_the_device_has(capsys: pytest.CaptureFixture[str], fake
     assert fakes.calls["solve"][1]["free_bytes"] == 12345
 
 
+def test_links_come_from_what_doctor_wrote(capsys: pytest.CaptureFixture[str], fakes: Fakes, folder: Path) -> None:
+    link = {"target": "disk", "write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9, "where": "/scratch"}
+    (folder / "links.json").write_text(json.dumps({"versions": {"recoup": "0"}, "checks": [], "links": [link]}))
+    assert run(capsys, "solve", "chain.graph.json", "--budget", "60%", "--offload", "links.json")[0] == 0
+    assert fakes.calls["solve"][1]["offload"] == (OffloadLink(**link),)
+    (folder / "links.json").write_text("{}")
+    status, _, err = run(capsys, "solve", "chain.graph.json", "--budget", "60%", "--offload", "links.json", "--force")
+    assert status == 2
+    assert "links.json is no file of links" in err
+
+
 def test_a_named_strategy_needs_no_budget(capsys: pytest.CaptureFixture[str], fakes: Fakes) -> None:
     assert run(capsys, "solve", "chain.graph.json", "--strategy", "sqrt")[0] == 0
     assert fakes.calls["solve"][0] == (None,)
@@ -552,7 +564,7 @@ def test_show_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["given.plan.json", "--peak"], "is a plan; --peak and --ops go with a graph"),
+        (["given.plan.json", "--peak"], "is a plan; --peak, --timeline and --ops go with a graph"),
         (["absent.json"], "no file absent.json"),
         (["train.py"], "is neither a step graph nor a plan"),
         (["other.json"], "is neither a step graph nor a plan: it has no field"),

@@ -1,14 +1,21 @@
 """recoup show: print a recorded graph or a plan for people to read.
 
-A graph: in short, by operations, or by what stands at its peak. A plan: what it promises and decides.
+A graph: in short, by operations, by what stands at its peak, or, with a plan, over the seconds of the planned step. A plan: what it
+promises and decides.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from recoup.cli.arguments import free_to_write, wrote
 from recoup.cli.console import Console
 from recoup.errors import PlanMismatch, UsageError
+
+if TYPE_CHECKING:
+    from recoup.graph import StepGraph
 
 __all__ = ["configure", "run"]
 
@@ -17,7 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this verb."""
     parser.add_argument("file", metavar="FILE", help="a graph or a plan")
     parser.add_argument("--peak", action="store_true", help="what stands at the peak of the step (graph)")
-    parser.add_argument("--plan", metavar="FILE", help="with --peak: of the step under this plan")
+    parser.add_argument("--plan", metavar="FILE", help="with --peak or --timeline: of the step under this plan")
+    parser.add_argument(
+        "--timeline", metavar="FILE", type=Path, help="with --plan: draw bytes, transfers and replays over time (.png, .svg or .pdf)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite a picture that exists")
     parser.add_argument("--module", type=int, default=2, metavar="DEPTH", help="with --peak: parts of the module path (default: 2)")
     parser.add_argument("--ops", action="store_true", help="every operation (graph)")
     parser.add_argument("--limit", type=int, metavar="N", help="the most lines of a section")
@@ -31,8 +42,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     if args.module < 1 or (args.limit is not None and args.limit < 0):
         raise UsageError("--module must be at least 1 and --limit at least 0")
-    if args.plan and not args.peak:
-        raise UsageError("--plan goes with --peak")
+    if args.plan and not (args.peak or args.timeline):
+        raise UsageError("--plan goes with --peak or --timeline")
+    if args.timeline:
+        if not args.plan or args.peak or args.ops:
+            raise UsageError("--timeline shows a graph under a plan; give --plan too, and neither --peak nor --ops")
+        free_to_write(args.timeline, args.force)
     try:
         fields = msgspec.json.decode(read_file(args.file), type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -41,7 +56,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         from recoup.cli import jax_steps
 
         if args.peak or args.ops or args.plan:
-            raise UsageError(f"{args.file} is a recorded JAX step; --peak and --ops go with a graph")
+            raise UsageError(f"{args.file} is a recorded JAX step; --peak, --timeline and --ops go with a graph")
         jax_steps.show(console, jax_steps.recording_of(args.file, console))
     elif "graph" in fields:
         _show_graph(args, console)
@@ -59,7 +74,9 @@ def _show_graph(args: argparse.Namespace, console: Console) -> None:
     from recoup.report.text import graph_summary, peak_table
 
     graph = load(args.file)
-    if args.peak:
+    if args.timeline:
+        _show_timeline(args, console, graph)
+    elif args.peak:
         from recoup.plan.file import load_plan
         from recoup.simulate import attribution, simulate, simulate_plan
 
@@ -83,13 +100,26 @@ def _show_graph(args: argparse.Namespace, console: Console) -> None:
         console.data(facts, graph_summary(graph))
 
 
+def _show_timeline(args: argparse.Namespace, console: Console, graph: StepGraph) -> None:
+    from recoup.plan.file import load_plan
+    from recoup.report.lanes import timeline_facts, timeline_summary
+    from recoup.report.timeline import timeline_figure
+    from recoup.simulate import timeline_of
+
+    plan = load_plan(args.plan)
+    timeline = timeline_of(graph, plan)
+    timeline_figure(graph, plan, timeline, args.timeline)
+    console.data(timeline_facts(graph, plan, timeline), timeline_summary(graph, plan, timeline))
+    wrote(console, args.timeline)
+
+
 def _show_plan(args: argparse.Namespace, console: Console) -> None:
     import msgspec
 
     from recoup.plan.file import load_plan
     from recoup.report.text import plan_summary
 
-    if args.peak or args.ops:
-        raise UsageError(f"{args.file} is a plan; --peak and --ops go with a graph")
+    if args.peak or args.ops or args.timeline:
+        raise UsageError(f"{args.file} is a plan; --peak, --timeline and --ops go with a graph")
     plan = load_plan(args.file)
     console.data(msgspec.to_builtins(plan), plan_summary(plan, limit=20 if args.limit is None else args.limit))

@@ -6,9 +6,10 @@ No solver's own objective is ever reported, and no plan leaves a solver unsimula
 from recoup.simulate.judge import ALWAYS, plan_holds, plan_ids, plan_offload, simulate, simulate_plan, violations
 from recoup.simulate.offload import Offload, offloadable
 from recoup.simulate.result import Moment, Simulation, attribution
+from recoup.simulate.timeline import Course, Span, Timeline, timeline_of
 from recoup.simulate.transfers import Transfer, Transfers
 
 __all__ = [
-    "ALWAYS", "Moment", "Offload", "Simulation", "Transfer", "Transfers", "attribution", "offloadable", "plan_holds", "plan_ids",
-    "plan_offload", "simulate", "simulate_plan", "violations",
+    "ALWAYS", "Course", "Moment", "Offload", "Simulation", "Span", "Timeline", "Transfer", "Transfers", "attribution", "offloadable",
+    "plan_holds", "plan_ids", "plan_offload", "simulate", "simulate_plan", "timeline_of", "violations",
 ]  # fmt: skip

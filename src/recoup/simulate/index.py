@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,13 @@ class Replays:
     def base_seconds(self) -> float:
         """Time of the unplanned step."""
         return self.graph.step_seconds or sum(op.seconds for op in self.graph.ops)
+
+    @cached_property
+    def until_seconds(self) -> NDArray[np.float64]:
+        """Seconds of the unplanned step until each gap, by the operations' own shares of it."""
+        seconds = np.array([op.seconds for op in self.graph.ops])
+        total = float(seconds.sum())
+        return np.concatenate([[0.0], np.cumsum(seconds * (self.base_seconds / total if total else 1.0))])
 
     def closure_ops(self, recompute: frozenset[int]) -> set[int]:
         """The operations that rebuild the dropped storages, transitively (which are just the ``ops`` of each)."""

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 from recoup.simulate.backward import Replayed
 from recoup.simulate.index import Event, Replays
 from recoup.simulate.offload import Offload, puts_of
 
-__all__ = ["Ahead", "Transfer", "Transfers", "transfers_of"]
+__all__ = ["Ahead", "Delay", "Transfer", "Transfers", "transfers_of"]
+
+
+class Delay(NamedTuple):
+    """The step's own work stands still at a gap: for a replay (``op``; below 0 for a fetch), or waiting for the link (``op`` is None)."""
+
+    gap: int
+    seconds: float
+    op: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,7 @@ class Transfers:
     Attributes:
         moves: every write and read, in order of their start.
         ahead: what was fetched before it was asked for.
+        delays: what pushed the recorded operations back, in order: each replay and each wait.
         stall_seconds: what the step waited for the link.
         drag_seconds: what its own work was slowed by transfers.
         end_seconds: when the step ended.
@@ -51,6 +59,7 @@ class Transfers:
 
     moves: list[Transfer] = field(default_factory=list)
     ahead: list[Ahead] = field(default_factory=list)
+    delays: list[Delay] = field(default_factory=list)
     stall_seconds: float = 0.0
     drag_seconds: float = 0.0
     end_seconds: float = 0.0
@@ -82,10 +91,7 @@ def transfers_of(index: Replays, offload: Offload, replayed: Replayed, replay_se
 class _Clock:
     def __init__(self, index: Replays, offload: Offload, replay_seconds: float) -> None:
         self.index, self.offload, self.link, self.replay_seconds = index, offload, offload.link, replay_seconds
-        seconds = np.array([op.seconds for op in index.graph.ops])
-        total = float(seconds.sum())
-        self.scale = index.base_seconds / total if total else 1.0
-        self.until = np.concatenate([[0.0], np.cumsum(seconds * self.scale)])
+        self.until = index.until_seconds
         self.late = 0.0
         self.done = Transfers()
         self.write_free = self.read_free = 0.0
@@ -106,8 +112,12 @@ class _Clock:
     def _wait(self, gap: int, until: float) -> None:
         waited = until - self.now(gap)
         if waited > 0:
-            self.late += waited
+            self._delay(gap, waited, None)
             self.done.stall_seconds += waited
+
+    def _delay(self, gap: int, seconds: float, op: int | None) -> None:
+        self.late += seconds
+        self.done.delays.append(Delay(gap, seconds, op))
 
     def put(self, gap: int, v: int) -> None:
         count = self.index.bytes[v]
@@ -128,9 +138,8 @@ class _Clock:
         for op in work:
             if op < 0:
                 self._ask(op + len(self.index.bytes), number, event.gap)
-            else:
-                self.late += self.index.graph.ops[op].seconds
-            self.late += self.replay_seconds
+            own = 0.0 if op < 0 else self.index.graph.ops[op].seconds
+            self._delay(event.gap, own + self.replay_seconds, op)
         if work or self._inside(event):
             self._fetch_ahead(number, event.gap)
 

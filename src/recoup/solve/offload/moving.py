@@ -44,15 +44,12 @@ def moving_of(index: Replays, link: OffloadLink) -> Moving:
     if len(found) > _MANY:
         found = frozenset(v for v in found if not _crumb(index.bytes[v], link))
     puts = puts_of(index.graph, found)
-    seconds = np.array([op.seconds for op in index.graph.ops])
-    total = float(seconds.sum())
-    clock = np.concatenate([[0.0], np.cumsum(seconds * (index.base_seconds / total if total else 1.0))])
     return Moving(
         storages=tuple(v for _, v in puts),
         put={v: gap for gap, v in puts},
         ask={v: index.events[asks[v]].gap for v in found},
         largest=max((index.bytes[v] for v in found), default=0),
-        clock=clock,
+        clock=index.until_seconds,
     )
 
 
