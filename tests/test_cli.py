@@ -387,6 +387,10 @@ def test_links_come_from_what_doctor_wrote(capsys: pytest.CaptureFixture[str], f
     (folder / "links.json").write_text("{}")
     status, _, err = run(capsys, "solve", "chain.graph.json", "--budget", "60%", "--offload", "links.json", "--force")
     assert status == 2
+    assert "links.json has no links" in err
+    (folder / "links.json").write_text('{"links": [{"target": "moon"}]}')
+    status, _, err = run(capsys, "solve", "chain.graph.json", "--budget", "60%", "--offload", "links.json", "--force")
+    assert status == 2
     assert "links.json is no file of links" in err
 
 

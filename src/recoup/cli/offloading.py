@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_offload", "check_offload", "links_for", "refuse_offload", "wanted_of"]
 
+_WRITE_ONE = "write one with 'recoup doctor --offload-dir DIR --format json'"
+
 
 def add_offload(parser: argparse.ArgumentParser) -> None:
     """``--offload``, ``--host-budget`` and ``--disk-budget``."""
@@ -83,6 +85,9 @@ def _read(path: str) -> list[OffloadLink]:
     data = read_file(path)
     try:
         facts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # what doctor writes has more fields
-        return msgspec.json.decode(facts.get("links", b"[]"), type=list[OffloadLink])
+        links = msgspec.json.decode(facts.get("links", b"[]"), type=list[OffloadLink])
     except msgspec.DecodeError as error:
-        raise UsageError(f"{path} is no file of links: {error}; write one with 'recoup doctor --offload-dir DIR --format json'") from error
+        raise UsageError(f"{path} is no file of links: {error}; {_WRITE_ONE}") from error
+    if not links:
+        raise UsageError(f"{path} has no links; {_WRITE_ONE}")
+    return links
