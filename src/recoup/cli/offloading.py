@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recoup.cli.workload import Workload
     from recoup.cost import OffloadLink
 
-__all__ = ["add_offload", "check_offload", "links_for", "refuse_offload", "wanted_of"]
+__all__ = ["add_offload", "check_offload", "links_for", "read_links", "refuse_offload", "wanted_of"]
 
 _WRITE_ONE = "write one with 'recoup doctor --offload-dir DIR --format json'"
 
@@ -42,7 +42,7 @@ def check_offload(args: argparse.Namespace) -> None:
         raise UsageError("--host-budget and --disk-budget limit what --offload moves; give it too")
     for wanted in args.offload:
         if wanted.endswith(".json"):
-            _read(wanted)
+            read_links(wanted)
         elif wanted != "host" and not (wanted.startswith("disk:") and Path(wanted.removeprefix("disk:")).is_dir()):
             raise UsageError(f"--offload takes host, disk:DIRECTORY (one that exists) or a file of links, not {wanted!r}")
 
@@ -50,7 +50,7 @@ def check_offload(args: argparse.Namespace) -> None:
 def wanted_of(args: argparse.Namespace) -> list[str | OffloadLink]:
     """What the arguments name: targets, and the links of files."""
     files = [wanted for wanted in args.offload if wanted.endswith(".json")]
-    return [*(wanted for wanted in args.offload if wanted not in files), *(link for path in files for link in _read(path))]
+    return [*(wanted for wanted in args.offload if wanted not in files), *(link for path in files for link in read_links(path))]
 
 
 def links_for(args: argparse.Namespace, console: Console, workload: Workload | None) -> tuple[OffloadLink, ...]:
@@ -76,7 +76,12 @@ def refuse_offload(args: argparse.Namespace) -> None:
         raise UsageError("--offload plans for PyTorch; for JAX give recoup.jax.solve a link")
 
 
-def _read(path: str) -> list[OffloadLink]:
+def read_links(path: str) -> list[OffloadLink]:
+    """The links in a file that ``recoup doctor`` wrote.
+
+    Raises:
+        UsageError: it holds none.
+    """
     import msgspec
 
     from recoup.cost import OffloadLink
