@@ -30,7 +30,7 @@ _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 # Shares of the picture's width: what is nearer together is drawn as one, and what is shorter is drawn that long.
 _APART, _SHORTEST = 2e-4, 8e-4
-_UNPLACED_SHOWN = 2e-3
+_UNPLACED_SHOWN = 5e-3
 
 
 def timeline_figure(graph: StepGraph, plan: Plan, timeline: Timeline, path: str | os.PathLike[str]) -> None:
