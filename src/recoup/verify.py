@@ -125,7 +125,7 @@ def verify(
     total = 4 if measure else 2
     with ExitStack() as stack:
         # The stock partitioner recomputes too; what a compiled step is compared with is the one that keeps all.
-        turn = stack.enter_context(_side_by_side(model, plan)) if is_compiled(model) else None
+        turn = stack.enter_context(_side_by_side(model, plan, offload_to)) if is_compiled(model) else None
         bench = _Bench(model, step, plan, gear, offload_to, stack.enter_context(Snapshot.take(model, step)), turn)
         tell(0, total, "running unplanned steps")
         reference = bench.outcomes(steps, planned=False)
@@ -155,10 +155,12 @@ def verify(
     )
 
 
-def _side_by_side(model: torch.nn.Module, plan: Plan) -> AbstractContextManager[Callable[[bool], AbstractContextManager[object]]]:
+def _side_by_side(
+    model: torch.nn.Module, plan: Plan, offload_to: str | Path | Store | None
+) -> AbstractContextManager[Callable[[bool], AbstractContextManager[object]]]:
     from recoup.torch.compiled.apply import side_by_side  # loads the compiler's private parts, which eager models do without
 
-    return side_by_side(model, plan)
+    return side_by_side(model, plan, offload_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class _Bench:
     def peak(self, *, planned: bool) -> int:
         """Measured peak bytes; the buffers of transfers, which no allocator of the framework sees, are counted too."""
         with self._setting(planned) as applied:
-            staging_bytes = applied.staging_bytes if isinstance(applied, recoup.torch.Applied) else 0
+            staging_bytes = getattr(applied, "staging_bytes", 0)
             return measure_peak(self.step, self.model) + staging_bytes
 
     def residue(self, *, planned: bool) -> int:

@@ -59,6 +59,7 @@ def offloading(
     window = windows * max(index.bytes[v] for v in chosen)
     base = simulate(graph)
     plan = Plan(
+        frontend=graph.frontend,
         fingerprint=graph.fingerprint,
         signature=graph.signature,
         gear=gear,  # type: ignore[arg-type]

@@ -99,6 +99,7 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         unheld_dies: the gap at which it would have been freed if no saved tensor had held it (``<= dies``).
         replayable: '' if the executor can rebuild it bit for bit, else the reason why not. Only activations of the
             forward phase have ''.
+        movable: '' if executors may send it away and fetch it back, as far as the front-end can tell; else the reason why not.
     """
 
     id: int
@@ -111,6 +112,7 @@ class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     dies: int = 0
     unheld_dies: int = 0
     replayable: str = "not an activation of the forward"
+    movable: str = ""
 
 
 class Save(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -47,7 +47,7 @@ STATIC = Capabilities(
 JIT = Capabilities(name="jit", keeps_unsaved=True, replays_random=True, replay_seconds=1e-7)
 
 # Replays are operations of the compiled graph like all others: they cost what the graph says, and nothing more.
-COMPILED = Capabilities(name="compiled", keeps_unsaved=True, replays_random=True)
+COMPILED = Capabilities(name="compiled", keeps_unsaved=True, replays_random=True, offload_targets=("host", "disk"))
 _BY_FRONTEND = {"torch-eager": (LIVE, STATIC), "torch-compile": (COMPILED,), "jax": (JIT,)}
 
 

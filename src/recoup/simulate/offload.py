@@ -127,6 +127,8 @@ def _refusal(index: Replays, v: int) -> str:
         return f"it is a {storage.kind}, not an activation that the step makes"
     if graph.ops[storage.producer].phase != "forward" or graph.ops[storage.producer].module == "~":
         return "no module of the model made it in the forward"
+    if storage.movable:
+        return storage.movable
     if v not in index.unpacked:
         return "the backward never asks autograd for it"
     saves = [graph.saves[number] for number in index.saves_of[v]]

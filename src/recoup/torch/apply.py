@@ -400,17 +400,15 @@ def apply(
     if plan.offload_sites and plan.traffic is None:
         raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)} and does not say how it moves (traffic); solve it for PyTorch")
     if is_compiled(model):
-        if plan.offload_sites:
-            raise PlanMismatch(f"the plan offloads {min(plan.offload_sites)}, which compiled models do not; recompute or keep it instead")
         if plan.tiles_by_module:
             raise PlanMismatch(f"the plan runs {min(plan.tiles_by_module)} in tiles, which compiled models do not")
-        return _applied_to_compiled(model, plan)
+        return _applied_to_compiled(model, plan, offload_to)
     if plan.frontend != "torch-eager":
         raise PlanMismatch(f"the plan is for {plan.frontend!r}; this model runs in PyTorch eager")
     return Applied(model, plan, gear, new_shape, audit_every, offload_to)
 
 
-def _applied_to_compiled(model: torch.nn.Module, plan: Plan) -> AppliedCompiled:
+def _applied_to_compiled(model: torch.nn.Module, plan: Plan, offload_to: str | Path | Store | None) -> AppliedCompiled:
     from recoup.torch.compiled.apply import AppliedCompiled  # loads the compiler's private parts, which eager models do without
 
     refuse_planned(model)
@@ -418,6 +416,6 @@ def _applied_to_compiled(model: torch.nn.Module, plan: Plan) -> AppliedCompiled:
     def forget() -> None:
         _planned.pop(model, None)
 
-    applied = AppliedCompiled(model, plan, forget)
+    applied = AppliedCompiled(model, plan, forget, offload_to)
     _planned[model] = True
     return applied

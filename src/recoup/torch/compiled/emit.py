@@ -3,7 +3,8 @@
 The forward hands over what is kept and a replay or the backward reads. The backward is written anew, one operation after
 the other in the order of the simulated step: before each recorded operation stand the replays that the simulator runs
 there, each a copy of its own. So memory stands when the simulator says it stands; nothing is left to a scheduler but what
-the compiler below does inside its kernels.
+the compiler below does inside its kernels. What is offloaded is put on its way where the forward makes it, and fetched where
+the simulator fetches it (``recoup.torch.compiled.transfers``).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from recoup.simulate.backward import Copy, Replayed
-from recoup.simulate.judge import run
+from recoup.simulate.backward import Copy, Replayed, run_backward
+from recoup.simulate.index import replays
+from recoup.simulate.offload import with_fetches
 from recoup.torch.compiled.interfaces import (
+    example_of,
     extract,
     finish,
     is_random,
@@ -29,29 +32,34 @@ from recoup.torch.compiled.interfaces import (
 )
 from recoup.torch.compiled.joint import Joint
 from recoup.torch.compiled.traced import tensors_of
+from recoup.torch.compiled.transfers import empty_token, fetch, prefetch, put
 
 __all__ = ["emit"]
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
-def emit(joint: Joint, recompute: frozenset[int], held_from: Mapping[int, int]) -> Halves:
-    """The two halves of the joint graph under a choice of storages to recompute."""
-    forward, backward, symbols = extract(joint.module, _handed_over(joint, recompute), _symbols(joint), joint.num_fwd_outputs)
-    replayed = run(joint.graph, recompute, held_from).replayed
+def emit(joint: Joint, recompute: frozenset[int], held_from: Mapping[int, int], offload: frozenset[int] = frozenset()) -> Halves:
+    """The two halves of the joint graph under a choice of storages to recompute and to offload."""
+    replayed = run_backward(with_fetches(replays(joint.graph), offload), recompute | offload, held_from)
+    fetched = frozenset(op + len(joint.graph.storages) for op in replayed.ops if op < 0)
+    # What a replay makes in passing before it is asked for is not fetched.
+    handed_over = _handed_over(joint, recompute | (offload - fetched))
+    forward, backward, symbols = extract(joint.module, handed_over, _symbols(joint), joint.num_fwd_outputs)
+    sent = _send(joint, forward, fetched)
     states = _draw_again(joint, replayed, forward, backward, symbols)
-    _Writer(joint, backward, states).write(replayed)
+    _Writer(joint, backward, states, sent).write(replayed)
     return finish(forward, backward=False), finish(backward, backward=True)
 
 
-def _handed_over(joint: Joint, recompute: frozenset[int]) -> Iterator[fx.Node]:
-    """All inputs, and every storage of the forward that is kept; extraction leaves out what the backward does not read."""
+def _handed_over(joint: Joint, dropped: frozenset[int]) -> Iterator[fx.Node]:
+    """All inputs, and every storage of the forward that is not dropped; extraction leaves out what the backward does not read."""
     outside = joint.graph.backwards[0]
     for storage in joint.graph.storages:
         node = joint.owners[storage.id]
         made = storage.producer is None or storage.producer < outside
         # One of several results that no node takes is not read by anybody.
-        if node is not None and made and storage.id not in recompute and isinstance(node.meta["val"], torch.Tensor):
+        if node is not None and made and storage.id not in dropped and isinstance(node.meta["val"], torch.Tensor):
             yield node
 
 
@@ -60,11 +68,29 @@ def _symbols(joint: Joint) -> list[fx.Node]:
     return [node for node in joint.module.graph.nodes if node.op == "placeholder" and is_symbolic(node)]
 
 
+def _send(joint: Joint, forward: fx.GraphModule, offload: frozenset[int]) -> dict[str, int]:
+    """Puts offloaded storages on their way as soon as they are made, and hands their tokens over; storages by their nodes' names."""
+    owners = {node.name: v for v in offload if (node := joint.owners[v]) is not None}
+    output = forward.graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, (tuple, list))
+    saved = list(results[joint.num_fwd_outputs :])
+    sent: dict[str, int] = {}
+    for place, node in enumerate(saved):
+        if isinstance(node, fx.Node) and node.name in owners:
+            v = sent[node.name] = owners[node.name]
+            with forward.graph.inserting_after(node):
+                saved[place] = token = forward.graph.call_function(put, (node, joint.graph.storages[v].site))
+            token.meta["val"] = example_of(empty_token())
+    output.args = ((*results[: joint.num_fwd_outputs], *saved),)
+    return sent
+
+
 def _draw_again(
     joint: Joint, replayed: Replayed, forward: fx.GraphModule, backward: fx.GraphModule, symbols: int
 ) -> dict[fx.Node, fx.Node]:
     """Random operations that are replayed hand their generator's state over; for each the backward's input that brings it."""
-    drawn = [node for op in dict.fromkeys(replayed.ops) for node in joint.nodes[op] if is_random(node)]
+    drawn = [node for op in dict.fromkeys(replayed.ops) if op >= 0 for node in joint.nodes[op] if is_random(node)]
     if not drawn:
         return {}
     states = [_saving_state(forward, node) for node in drawn]
@@ -111,7 +137,7 @@ def _add_outputs(forward: fx.GraphModule, states: list[fx.Node], place: int) -> 
 class _Writer:
     """Writes the backward anew in the simulated order."""
 
-    def __init__(self, joint: Joint, module: fx.GraphModule, states: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(self, joint: Joint, module: fx.GraphModule, states: Mapping[fx.Node, fx.Node], sent: Mapping[str, int]) -> None:
         self.joint = joint
         self.module = module
         self.graph = fx.Graph()
@@ -124,6 +150,10 @@ class _Writer:
         # Views, sizes and constants, by what they were made from.
         self.free: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.states = states
+        # Tokens of offloaded storages, by storage; what the next fetch must come after.
+        self.sent = sent
+        self.tokens: dict[int, fx.Node] = {}
+        self.after: fx.Node | None = None
         self.getitems: dict[fx.Node, list[fx.Node]] = {}
         for node in module.graph.nodes:
             if node.target is operator.getitem:
@@ -132,7 +162,9 @@ class _Writer:
     def write(self, replayed: Replayed) -> None:
         """Puts the new graph in the module."""
         for node in self.module.graph.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder" and node.name in self.sent:
+                self.tokens[self.sent[node.name]] = self._token(node)
+            elif node.op == "placeholder":
                 self.current[node] = self.graph.node_copy(node)
         self._body(replayed)
         output = self.module.graph.output_node()
@@ -148,12 +180,41 @@ class _Writer:
         for copy in replayed.copies:
             first.setdefault(copy.first, []).append(copy)
         outside = self.joint.graph.backwards[0]
+        begins = min((gap for save in self.joint.graph.saves for gap in save.unpacked_at), default=-1)
         for op in range(outside + 1, len(self.joint.graph.ops)):
             while done < len(replayed.ops) and replayed.gaps[done] <= op:
-                self._replay(replayed.ops[done], done, first.get(done, []))
+                number = replayed.ops[done]
+                if number < 0:
+                    self._fetch(number + len(self.joint.graph.storages))
+                else:
+                    self._replay(number, done, first.get(done, []))
                 done += 1
+            if op == begins and self.tokens:
+                self._begin()
             self._record(op)
         assert done == len(replayed.ops), "a replay after the last operation has no reader"
+
+    def _token(self, node: fx.Node) -> fx.Node:
+        """An input that brings a token in place of what is offloaded."""
+        token = self.graph.placeholder(f"{node.name}_token")
+        token.meta["val"] = example_of(empty_token())
+        return token
+
+    def _begin(self) -> None:
+        """The backward asks for the first activation: what comes later is fetched ahead from here on."""
+        self.after = self.graph.call_function(prefetch, (next(iter(self.tokens.values())),))
+        self.after.meta["val"] = example_of(empty_token())
+
+    def _fetch(self, v: int) -> None:
+        """An offloaded storage comes back."""
+        owner = self.joint.owners[v]
+        assert owner is not None
+        example = owner.meta["val"]
+        size, stride = [[int(one) for one in many] for many in (example.shape, example.stride())]
+        made = self.graph.call_function(fetch, (self.tokens[v], self.after, size, stride, example.dtype, example.device))
+        made.meta = {key: value for key, value in owner.meta.items() if key in ("val", "tensor_meta", "nn_module_stack", "stack_trace")}
+        self.current[self.here[owner]] = made
+        self.after = None
 
     def _record(self, op: int) -> None:
         """An operation of the backward itself."""

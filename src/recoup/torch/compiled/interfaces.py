@@ -31,6 +31,7 @@ __all__ = [
     "aten_compiler",
     "clean_joint",
     "concrete",
+    "example_of",
     "extract",
     "finish",
     "graph_breaks",
@@ -39,6 +40,7 @@ __all__ = [
     "is_random",
     "is_symbolic",
     "keep_all",
+    "may_be_written",
     "module_path",
     "no_modes",
     "required_forward",
@@ -64,6 +66,8 @@ def inductor_compiler(options: Mapping[str, Any], **others: Any) -> Compiler:
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**options, "custom_partitioner_fn": partitioner}
+        if getattr(partitioner, "moves", False):
+            patches |= _EACH_BUFFER_ITS_OWN
         with _passing_through():
             return compile_fx(gm, inputs, config_patches=patches, **others)  # type: ignore[return-value]
 
@@ -83,6 +87,9 @@ def aten_compiler() -> Compiler:
 
     return compile_with
 
+
+# A transfer still reads a buffer after its last use in the graph: what is on its way must not be written by whatever comes next.
+_EACH_BUFFER_ITS_OWN = {"allow_buffer_reuse": False, "inplace_buffers": False, "memory_planning": False, "triton.cudagraphs": False}
 
 _DEPTH = threading.local()
 
@@ -257,16 +264,27 @@ def no_modes() -> Generator[None]:
         yield
 
 
+def may_be_written(node: fx.Node) -> bool:
+    """Whether Inductor may run an operation in place on its first argument, once nothing else in the graph reads that."""
+    name = str(node.target)
+    return name.startswith(("aten.index_put", "aten._unsafe_index_put", "aten._foreach")) or "scatter" in name
+
+
 def rng_state_example(device: torch.device) -> Any:
     """A fake tensor like the state of the device's generator."""
+    with unset_fake_temporarily():
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return example_of(state)
+
+
+def example_of(tensor: torch.Tensor) -> Any:
+    """A fake tensor like this one, in the mode that is tracing."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode()
     assert mode is not None
-    with unset_fake_temporarily():
-        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     with mode:
-        return mode.from_tensor(state)
+        return mode.from_tensor(tensor)
 
 
 def tangent_of(node: fx.Node) -> int | None:
@@ -283,7 +301,11 @@ def saved_output(number: int) -> Any:
 
 def self_test() -> list[tuple[str, bool, str]]:
     """Try what the compiled executors lean on; a list of (what, works, detail)."""
-    return [_tried("the joint graph can be split at chosen nodes", _splits), _tried("extraction takes the arguments known", _signature)]
+    return [
+        _tried("the joint graph can be split at chosen nodes", _splits),
+        _tried("extraction takes the arguments known", _signature),
+        _tried("Inductor can be told to use no buffer again", _buffers_of_their_own),
+    ]
 
 
 def _tried(what: str, test: Callable[[], bool]) -> tuple[str, bool, str]:
@@ -296,6 +318,13 @@ def _tried(what: str, test: Callable[[], bool]) -> tuple[str, bool, str]:
 def _signature() -> bool:
     known = set(inspect.signature(partitioners._extract_fwd_bwd_modules).parameters)
     return {"joint_module", "saved_values", "saved_sym_nodes", "saved_opaque_nodes", "num_fwd_outputs"} <= known
+
+
+def _buffers_of_their_own() -> bool:
+    from torch._inductor import config
+
+    with config.patch(_EACH_BUFFER_ITS_OWN):
+        return not config.allow_buffer_reuse and not config.inplace_buffers
 
 
 def _splits() -> bool:

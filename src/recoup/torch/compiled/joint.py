@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup.graph import Op, Ref, Save, StepGraph, Storage
 from recoup.graph.site import op_name, site_of
-from recoup.torch.compiled.interfaces import clean_joint, concrete, is_random, module_path, required_forward, tangent_of
+from recoup.torch.compiled.interfaces import clean_joint, concrete, is_random, may_be_written, module_path, required_forward, tangent_of
 from recoup.torch.compiled.loops import loops
 from recoup.torch.compiled.traced import is_free, is_item, storage_key, tensors_of, view_of
 
@@ -232,7 +232,8 @@ class _Reader:
             before = [op for op in self.reads[v] if op <= outside]
             unheld = dies if v in stays or not activation else max([*before, producer]) + 1
             reason = self._kept_because(v, outside, stays)
-            storages.append(Storage(id=v, **fields, dies=dies, unheld_dies=unheld, replayable=reason))
+            stuck = self._immovable_because(v, stays) if activation else ""
+            storages.append(Storage(id=v, **fields, dies=dies, unheld_dies=unheld, replayable=reason, movable=stuck))
         graph = StepGraph(
             ops=tuple(Op(id=number, **fields) for number, fields in enumerate(self.ops)),
             storages=tuple(storages),
@@ -293,6 +294,20 @@ class _Reader:
             return "the operation that makes it has an effect"
         return next(_user_keeps(self._marked(v, node)), "") or self._reads_written(node)
 
+    def _immovable_because(self, v: int, stays: set[int]) -> str:
+        """Why an activation cannot be sent away and fetched back."""
+        if v in stays:
+            return "it is a result of the compiled module, which the caller holds"
+        example = self._example(v)
+        if not all(isinstance(size, int) for size in (*example.shape, *example.stride(), example.storage_offset())):
+            return "its size is known at run time only; compile with dynamic=False"
+        if any("effect" in self.ops[op]["flags"] for op in (self.storages[v]["producer"], *self.reads[v]) if "flags" in self.ops[op]):
+            return "an operation with an effect makes or reads it"
+        key = storage_key(example)
+        if any(may_be_written(node) and key in map(storage_key, _first(node)) for node in self.readers.get(key, ())):
+            return "the compiler may write it in place, where nobody sees it"
+        return ""
+
     def _marked(self, v: int, node: fx.Node) -> list[fx.Node]:
         owner = self.owners[v]
         return [node] if owner is None or owner is node else [node, owner]
@@ -312,6 +327,11 @@ def _readers(module: fx.GraphModule) -> dict[int, set[fx.Node]]:
             for tensor in tensors_of(argument):
                 readers.setdefault(storage_key(tensor), set()).add(node)
     return readers
+
+
+def _first(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors of a node's first argument, which an operation in place would write."""
+    return [tensor for leaf in tree_leaves(node.args[:1]) if isinstance(leaf, fx.Node) for tensor in tensors_of(leaf)]
 
 
 def _written_inputs(module: fx.GraphModule) -> set[fx.Node]:

@@ -27,10 +27,13 @@ from recoup.torch.compiled.interfaces import Compiled, Compiler, CustomPartition
 from recoup.torch.compiled.joint import Joint, joint_of
 from recoup.torch.private import call_at_end_of_backward
 
-__all__ = ["Chooser", "Label", "Local", "Logged", "Piece", "Session", "memories"]
+__all__ = ["AWAY", "Chooser", "Label", "Local", "Logged", "Piece", "Session", "memories"]
+
+AWAY = "away"
+"""Stands beside the site of a storage that is offloaded; no site is called that."""
 
 Local = frozenset[tuple[str, str]]
-"""Decisions for one graph: for each storage site to recompute the site that it is held from, or ''."""
+"""Decisions for one graph: for each storage site to recompute the site that it is held from, or ''; for one to offload ``AWAY``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +196,26 @@ class Session:
             full = self.names.get(args[place].data_ptr(), "") if place >= 0 and not traced else ""
             prefix = full.removesuffix(name).rstrip(".") if full.endswith(name) else ""
             label = piece.labels[owner] = Label(prefix, self._turns.get(prefix, 0))
-        self._turns[label.prefix] = max(self._turns.get(label.prefix, 0), label.turn + 1)
+        if torch.is_grad_enabled():  # a graph without a backward takes nobody's place
+            self._turns[label.prefix] = max(self._turns.get(label.prefix, 0), label.turn + 1)
         return label
 
     def _compiled(self, piece: Piece, label: Label, inputs: Sequence[Any] | None) -> Compiled:
         known = self.chooser.decisions(piece, label)
         if known is not None and known in piece.variants:
             return piece.variants[known]
-        compiled = piece.source.compiled(_Split(self.chooser, piece, label), inputs, looks=self.chooser.looks)
+        split = _Split(self.chooser, piece, label, moves=any(how == AWAY for _, how in known or ()))
+        compiled = piece.source.compiled(split, inputs, looks=self.chooser.looks)
         if known is not None:
             piece.variants[known] = compiled
         return compiled
 
 
 class _Split(CustomPartitionerFn):
-    """The partitioner of one compilation."""
+    """The partitioner of one compilation; ``moves`` says whether it may offload, which the compiler below must know."""
 
-    def __init__(self, chooser: Chooser, piece: Piece, label: Label) -> None:
+    def __init__(self, chooser: Chooser, piece: Piece, label: Label, *, moves: bool) -> None:
+        self.moves = moves
         self.chooser = chooser
         self.piece = piece
         self.label = label
@@ -240,7 +246,9 @@ class _Split(CustomPartitionerFn):
         by_site = {storage.site: storage.id for storage in joint.graph.storages if storage.site}
         chosen = [(by_site[site], trigger) for site, trigger in self.chooser.choose(self.piece, self.label, joint) if site in by_site]
         held = {v: by_site[trigger] for v, trigger in chosen if trigger in by_site}
-        return emit(joint, frozenset(v for v, _ in chosen), held)
+        away = frozenset(v for v, how in chosen if how == AWAY)
+        assert self.moves or not away, "what may be offloaded is known before a graph is compiled"
+        return emit(joint, frozenset(v for v, _ in chosen) - away, held, away)
 
 
 def _watch(leaf: object) -> Callable[[], object] | None:

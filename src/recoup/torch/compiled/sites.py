@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recoup.plan import Plan
-from recoup.torch.compiled.session import Label, Local
+from recoup.torch.compiled.session import AWAY, Label, Local
 
 __all__ = ["decisions_of"]
 
@@ -12,7 +12,8 @@ def decisions_of(plan: Plan, label: Label) -> Local:
     """What a plan says for the graph with this label; sites of other graphs may be among it, and find nothing there."""
     held = plan.held_from_sites
     own = ((site, _local(site, label)) for site in plan.recompute_sites)
-    return frozenset((local, _local(held.get(site, ""), label) or "") for site, local in own if local)
+    rebuilt = {(local, _local(held.get(site, ""), label) or "") for site, local in own if local}
+    return frozenset(rebuilt | {(local, AWAY) for site in plan.offload_sites if (local := _local(site, label))})
 
 
 def _local(site: str, label: Label) -> str | None:

@@ -18,6 +18,8 @@ from recoup.torch.compiled.joint import Joint
 
 __all__ = ["Call", "combined", "site_in"]
 
+_SHARED = "its graph is called more than once in a step on the same parameters"
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -195,8 +197,8 @@ class _Combining:
         last = len(graph.ops)
         producer = None if storage.producer is None else self._place(number, storage.producer)
         site = site_in(storage.site, self.calls[number].prefix, self.turns[number])
-        if self.shared[number] and not storage.replayable:
-            storage = msgspec.structs.replace(storage, replayable="its graph is called more than once in a step on the same parameters")
+        if self.shared[number]:
+            storage = msgspec.structs.replace(storage, replayable=storage.replayable or _SHARED, movable=storage.movable or _SHARED)
         dies, unheld = (self._place(number, gap - 1) + 1 if gap < last else last for gap in (storage.dies, storage.unheld_dies))
         return _Life(storage, site, producer, dies, unheld, storage.dies >= last)
 
