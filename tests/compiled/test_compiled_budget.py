@@ -355,6 +355,9 @@ def test_a_share_that_is_too_small_is_refused_once_the_step_is_known() -> None:
     model, x = Stack(inside="break"), rows()
     step = stepping(model, by_name(model, "too small", "5%"), x)
     step()
+    _, chooser = _session(_settings({"budget": "5%", "kernels": "aten", "step": "too small"}), {})
+    assert chooser.shortfall is not None
+    assert chooser.shortfall.__traceback__ is None  # it would keep what the frames of the first step hold
     with pytest.raises(InfeasibleBudget, match="least peak found"):
         step()
 

@@ -43,7 +43,7 @@ class Settings:
         standing_bytes: what stands beside the graphs' own parameters and inputs: optimizer states, gradients that are not set to None,
             other models.
         results: ``held``: what the graphs return is counted to the end of the step. ``released``: nobody holds it while the backward runs,
-            but for numbers such as the loss; that is checked in every step.
+            but for numbers such as the loss; that is checked in every step that compiles nothing.
         effort: how much work the search may do, ``quick`` or ``full``; see ``recoup.solve``.
         time_limit_seconds: how long to search; the best plan so far is taken then.
         step: a name that keeps several compiled steps of one process apart.
@@ -87,6 +87,8 @@ class Budgeted:
         # All calls that have been decided about, and the steps, as sets of calls, that were planned as a whole.
         self.planned: set[_Key] = set()
         self.settled: set[frozenset[_Key]] = set()
+        # Whether a graph was compiled in the step under way: frames that the compiler's exceptions hold may then hold results too.
+        self.compiling = False
         # Why the plan at work does not keep to the budget: a share that the graphs known so far are too few for.
         self.shortfall: InfeasibleBudget | None = None
 
@@ -98,6 +100,7 @@ class Budgeted:
 
     def choose(self, piece: Piece, label: Label, joint: Joint) -> Local:
         """Plans anew if this call is not yet in the plan."""
+        self.compiling = True
         known = self.decisions(piece, label)
         if known is None:
             assert self.session is not None
@@ -120,6 +123,7 @@ class Budgeted:
         if frozenset(map(_key, self._planable())) not in self.settled:
             self._solve()
         self.calls = []
+        self.compiling = False
         if self.shortfall is not None:
             raise self.shortfall
 
@@ -138,7 +142,7 @@ class Budgeted:
         Raises:
             UsageError: a result of a graph that takes part in the plan is still there, though the option ``results`` says otherwise.
         """
-        if self.settings.results == "held":
+        if self.settings.results == "held" or self.compiling:
             return
         for call in self._planable():
             for number, (alive, small) in enumerate(zip(call.alive, _are_numbers(call), strict=False)):
@@ -193,7 +197,8 @@ class Budgeted:
             except InfeasibleBudget as error:
                 if self.settings.budget.kind != "relative":
                     raise
-                self.shortfall = error
+                # Its traceback would hold the frames of the step under way, and all that they come to hold.
+                self.shortfall = error.with_traceback(None)
                 return self._solved_for(graph, error.least_bytes)
             _solved[key] = found
         _solved[key] = found = _solved.pop(key)  # to the end: the first is the one not asked for the longest
