@@ -1,6 +1,6 @@
 # make demo   plan, apply and verify a small GPT-2, and draw its frontier into out/
-# make test   the test suite, and those of the tests of JAX that are marked `newest` once more as below
-# make test-jax   all tests of JAX, without torch and on the newest JAX, where there is CPython 3.12 or later
+# make test   the test suite
+# make test-jax-marked, make test-jax   the tests of JAX that are marked `newest`, or all of them, without torch and on the newest JAX, where there is CPython 3.12 or later
 # make lint   style, types and the floors of the house
 # Each makes .venv first if there is none; only CPython 3.11 or later and git are needed.
 
@@ -38,7 +38,6 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	@$(MAKE) --no-print-directory test-jax-marked
 
 # The newest JAX needs a newer Python than the oldest that Recoup runs on; there it is tested without torch.
 $(JAX_STAMP): pyproject.toml

@@ -15,7 +15,7 @@ from recoup.jax.recording import load, save
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-MOST = {"budget": "85%", "runs": 0, "measure": False}
+MOST = {"budget": "85%", "runs": 0, "measure": False, "time_limit_seconds": 2.0}
 
 
 @cache

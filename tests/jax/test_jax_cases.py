@@ -57,7 +57,7 @@ def test_a_plan_without_effect_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "tie", lambda values, flowing, still: (list(values), list(flowing)))
     args = _arguments()
     with pytest.raises((VerifyFailure, InfeasibleBudget), match="compiled"):
-        recoup.jax.fit(_unrolled, *args, budget="62%", runs=0, measure=False)
+        recoup.jax.fit(_unrolled, *args, budget="62%", runs=0, measure=False, time_limit_seconds=2.0)
 
 
 def test_the_same_region_by_every_form_of_call() -> None:

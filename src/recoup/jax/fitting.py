@@ -211,8 +211,9 @@ class _Loop:
         key = (plan.decisions, tuple(plan.stretches.items()))
         if key not in self.tried:
             trial = Trial.of(self.prepared, planned_step(self.prepared, plan))
-            # What XLA fuses away must fit as well: another version may not.
-            peak = max(trial.compiled.peak_bytes * self.devices, trial.residual_bytes)
+            # What XLA fuses away must fit as well: another version may not. The unplanned step is what it is.
+            residual_bytes = 0 if plan.drops_nothing else trial.residual_bytes
+            peak = max(trial.compiled.peak_bytes * self.devices, residual_bytes)
             promised = min(max(counted + self.offset, peak), self.limit)
             plan = msgspec.structs.replace(plan, budget_bytes=self.limit, peak_bytes=promised if peak <= self.limit else counted)
             self.tried[key] = _Tried(plan, trial, peak)
