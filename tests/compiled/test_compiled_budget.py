@@ -6,13 +6,12 @@ import gc
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -386,15 +385,6 @@ def test_a_compiled_model_is_known_as_one() -> None:
     assert is_compiled(torch.compile(model, backend="eager"))
     model.blocks[0].compile(backend="eager")
     assert is_compiled(model)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of one, with buckets so small that DDP cuts the compiled graph into pieces."""
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 4096)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +28,8 @@ from recoup.simulate.index import replays
 from recoup.torch.compiled import transfers
 from recoup.torch.meter import measure_peak
 from recoup.torch.offload import DiskStore
+from tests.offload.faults import FaultyRequests, failing, slow
 from tests.offload.planning import offloading
-from tests.offload.test_executor import Failing
 
 # So fast that it is always worth it.
 LINK = OffloadLink(target="disk", write_bytes_per_second=1e12, read_bytes_per_second=1e12, latency_seconds=1e-9, staging_bytes=4 << 20)
@@ -148,8 +147,8 @@ def test_inductor_writes_over_nothing_that_is_still_on_its_way(tmp_path: Path) -
     with torch._functorch.config.patch(donated_buffer=False):
         one = Compiled(Stack(2), rows(1024), kernels="inductor")
         want = one.kept()
-        slow = DiskStore(tmp_path, requests=Failing(slow_seconds=0.02))
-        with recoup.apply(one.call, one.plan(windows=1000), offload_to=slow):
+        store = DiskStore(tmp_path, requests=FaultyRequests(write=slow(0.02), read=slow(0.02)))
+        with recoup.apply(one.call, one.plan(windows=1000), offload_to=store):
             assert same(one.left(), want)
             loss = one.loss()
             loss.backward(retain_graph=True)
@@ -214,7 +213,7 @@ def test_forwards_without_a_backward_and_steps_that_raise_leave_nothing(tmp_path
 def test_a_disk_that_fills_up_keeps_the_rest_in_memory_and_says_so(nth: int, tmp_path: Path) -> None:
     one = Compiled(Stack(), rows())
     want = one.kept()
-    store = DiskStore(tmp_path, requests=Failing(write=nth, code=errno.ENOSPC))
+    store = DiskStore(tmp_path, requests=FaultyRequests(write=failing(errno.ENOSPC, always_from=nth + 1)))
     with recoup.apply(one.call, one.plan(), offload_to=store) as applied:
         with pytest.warns(RuntimeWarning, match="stays in memory"):
             first = one.left()
@@ -231,7 +230,7 @@ def test_a_read_error_is_raised_before_any_weight_moves(nth: int, tmp_path: Path
     one = Compiled(Stack(), rows())
     want = one.kept()
     optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
-    requests = Failing()
+    requests = FaultyRequests()
 
     def train() -> None:
         one.step()
@@ -240,11 +239,11 @@ def test_a_read_error_is_raised_before_any_weight_moves(nth: int, tmp_path: Path
     with recoup.apply(one.call, one.plan(windows=1), offload_to=DiskStore(tmp_path, requests=requests)):
         one.step()
         before = [parameter.detach().clone() for parameter in one.model.parameters()]
-        requests.left["read"] = nth
+        requests.reading(failing(errno.EIO, always_from=nth + 1))
         with pytest.raises(OffloadError, match="no weight was touched"):
             train()
         assert same(before, [parameter.detach() for parameter in one.model.parameters()])
-        requests.left["read"] = -1
+        requests.reading()
         assert same(one.left(), want)
 
 
@@ -324,15 +323,6 @@ def test_what_the_compiler_may_write_in_place_stays() -> None:
     graph = Compiled(Scattering(), rows()).graph
     stuck = [storage.site for storage in graph.storages if "write it in place" in storage.movable]
     assert any("sigmoid" in site for site in stuck)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of one, with buckets so small that DDP cuts the compiled graph into pieces."""
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 4096)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

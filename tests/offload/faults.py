@@ -26,6 +26,11 @@ class FaultyRequests(SystemRequests):
         self._on_write, self._on_read, self._on_allocate = write or _all, read or _all, allocate or _all
         self._lock = threading.Lock()
 
+    def reading(self, fault: Callable[[int, int], int] | None = None) -> None:
+        """From now on reads go like this, counted anew."""
+        with self._lock:
+            self.reads, self._on_read = 0, fault or _all
+
     def write(self, fd: int, buffer: memoryview, offset: int) -> int:
         with self._lock:
             self.written += 1

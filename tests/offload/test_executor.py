@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import OffloadError, PlanMismatch, ReplayMismatch
-from recoup.torch.offload import DiskStore, SystemRequests
+from recoup.torch.offload import DiskStore
+from tests.offload.faults import FaultyRequests, failing, slow
 from tests.offload.planning import offloading, recorded
 
 
@@ -26,29 +26,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     assert len(left) == len(right)
     assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
-
-
-class Failing(SystemRequests):
-    """The n-th write or read fails, or every one takes long."""
-
-    def __init__(self, *, write: int = -1, read: int = -1, code: int = errno.EIO, slow_seconds: float = 0.0) -> None:
-        self.left = {"write": write, "read": read}
-        self.code = code
-        self.slow_seconds = slow_seconds
-
-    def _count(self, kind: str) -> None:
-        time.sleep(self.slow_seconds)
-        if self.left[kind] == 0:
-            raise OSError(self.code, os.strerror(self.code))
-        self.left[kind] -= 1
-
-    def write(self, fd: int, buffer: memoryview, offset: int) -> int:
-        self._count("write")
-        return super().write(fd, buffer, offset)
-
-    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        self._count("read")
-        return super().read(fd, buffer, offset)
 
 
 @pytest.mark.parametrize("gear", ["live", "static"])
@@ -229,7 +206,7 @@ def test_a_disk_that_fills_up_keeps_the_rest_in_memory_and_says_so(gear: str, nt
     torch.manual_seed(5)
     step()
     expected = gradients(model)
-    store = DiskStore(tmp_path, requests=Failing(write=nth, code=errno.ENOSPC))
+    store = DiskStore(tmp_path, requests=FaultyRequests(write=failing(errno.ENOSPC, always_from=nth + 1)))
     with recoup.apply(model, offloading(graph, gear), offload_to=store) as applied:
         torch.manual_seed(5)
         with pytest.warns(RuntimeWarning, match="stays in memory"):
@@ -247,7 +224,7 @@ def test_a_disk_that_fills_up_keeps_the_rest_in_memory_and_says_so(gear: str, nt
 def test_a_read_error_is_raised_before_any_weight_moves(gear: str, nth: int, tmp_path: Path) -> None:
     model, step, graph = recorded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    requests = Failing()
+    requests = FaultyRequests()
 
     def train() -> None:
         step()
@@ -257,11 +234,11 @@ def test_a_read_error_is_raised_before_any_weight_moves(gear: str, nth: int, tmp
         for _ in range(4):
             step()
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        requests.left["read"] = nth
+        requests.reading(failing(errno.EIO, always_from=nth + 1))
         with pytest.raises(OffloadError, match="no weight was touched"):
             train()
         assert_same(before, [parameter.detach() for parameter in model.parameters()])
-        requests.left["read"] = -1
+        requests.reading()
         torch.manual_seed(5)
         step()
         planned = gradients(model)
@@ -275,7 +252,9 @@ def test_a_slow_disk_makes_a_slow_step_with_the_right_gradients(tmp_path: Path) 
     torch.manual_seed(5)
     step()
     expected = gradients(model)
-    with recoup.apply(model, offloading(graph, windows=1), offload_to=DiskStore(tmp_path, requests=Failing(slow_seconds=0.002))) as applied:
+    with recoup.apply(
+        model, offloading(graph, windows=1), offload_to=DiskStore(tmp_path, requests=FaultyRequests(write=slow(0.002), read=slow(0.002)))
+    ) as applied:
         torch.manual_seed(5)
         step()
         assert_same(expected, gradients(model))

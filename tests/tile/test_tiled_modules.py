@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,21 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from recoup.errors import PlanMismatch, ReplayMismatch, UsageError
 from recoup.torch import apply, measure_peak
 from recoup.torch.meter import CpuMeter
-from recoup.torch.private import below_modes, outer_saved_tensor_hooks
 from tile.hand import ALL, Mlp, Tower, close, gradients, outcome, same_outcome, tiles
 
 GEARS = ("live", "static")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-    assert below_modes() == 0
-    assert outer_saved_tensor_hooks() is None
 
 
 def tower_step(model: Tower, rows: tuple[int, int] = (4, 9)) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ from recoup.torch.meter import device_of
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.timing import synchronizer
 from recoup.units import format_bytes
-from recoup.verify import Check, Verification, verify
+from recoup.verify import Check, Verification, peak_under, verify
 
 __all__ = ["CheckMode", "Make", "Progress", "Trial", "Workshop"]
 
@@ -113,9 +113,7 @@ class Workshop:
         with nullcontext() if plan is None else recoup.torch.apply(model, plan) as applied:
             for _ in range(WARM_UP_CALLS if plan is not None and plan.gear == "static" else 0):
                 step()
-            staging_bytes = applied.staging_bytes if isinstance(applied, recoup.torch.Applied) else 0
-            peak = recoup.torch.measure_peak(step, model) + staging_bytes
-            return peak, recoup.torch.time_step(step, repeats=3, warmup=1, synchronize=wait)
+            return peak_under(applied, step, model), recoup.torch.time_step(step, repeats=3, warmup=1, synchronize=wait)
 
     def sizes_to_record(self, budget_bytes: int, multiple: int, most: int) -> tuple[int, int, int]:
         """Three sizes that double, up to where a step says enough, else the first three; not 1, which is often a case of its own.

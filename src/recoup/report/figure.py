@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recoup.errors import MissingExtra, UsageError
+from recoup.errors import UsageError
+from recoup.report.canvas import figure_class, save_figure
 from recoup.report.series import Series, series_of
 from recoup.units import format_bytes
 
@@ -23,7 +23,6 @@ __all__ = ["frontier_figure"]
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 1)))
-_DPI = 200
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -53,29 +52,20 @@ def frontier_figure(
     series = series_of(points)
     if not series:
         raise UsageError("nothing to draw: no point of the frontier is feasible")
-    figure_class = _figure_class()
+    make = figure_class()
     reached = [peak for line in series for _, peak in line.places]
     none = [peak for line in series if line.name == "none" for _, peak in line.places]
     unplanned = unplanned_peak_bytes or max(none or reached)
     least = least_bytes or min(reached)
     factor, unit = next((factor, unit) for factor, unit in _UNITS if unplanned >= factor)
-    figure = figure_class(figsize=(8.2, 4.8), layout="constrained")
+    figure = make(figsize=(8.2, 4.8), layout="constrained")
     axes = figure.add_subplot()
     # The unplanned point stands for strategy "none", which drops nothing.
     for place, line in enumerate(line for line in series if line.name != "none"):
         _draw(axes, line, place, factor, [point for point in measured if point.strategy == line.name])
     _annotate(axes, unplanned / factor, least / factor, format_bytes(unplanned), format_bytes(least))
     _dress(axes, title, unit, bool(measured))
-    _save(figure, Path(path))
-
-
-def _figure_class() -> Any:
-    try:
-        # Without pyplot there is no display, no global state and nothing to close.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("figures need matplotlib; install it with: pip install 'recoup[report]'") from error
-    return Figure
+    save_figure(figure, path)
 
 
 def _draw(axes: Any, line: Series, place: int, factor: int, measured: Sequence[FrontierPoint]) -> None:
@@ -117,12 +107,3 @@ def _dress(axes: Any, title: str, unit: str, measured: bool) -> None:
     marks = "hollow: predicted\nfilled: measured" if measured else "hollow: predicted"
     place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "alignment": "left"}
     axes.legend(title=marks, **place, frameon=False, fontsize=9, title_fontsize=9, handlelength=3)
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except ValueError as error:
-        raise UsageError(f"cannot draw into {path}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from recoup.errors import MissingExtra, UsageError
 from recoup.job.curve import Point
 from recoup.job.plan import JobPlan
+from recoup.report.canvas import figure_class, save_figure
 
 __all__ = ["job_figure"]
 
@@ -19,7 +18,6 @@ _STYLES = {
     "activations": ("#D55E00", ""), "ends": ("#D55E00", "//"), "head": ("#CC79A7", ""), "working": ("#E69F00", ""),
     "buffers": ("#000000", ""), "fixed": ("#DDDDDD", ""),
 }  # fmt: skip
-_DPI = 200
 _GIB = 2**30
 
 
@@ -30,22 +28,13 @@ def job_figure(plan: JobPlan, points: Sequence[Point], path: str | os.PathLike[s
         MissingExtra: matplotlib is not installed.
         UsageError: the suffix is not known, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("figures need matplotlib; install it with: pip install 'recoup[report]'") from error
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    figure = figure_class()(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     job = plan.job
     figure.suptitle(f"{job.model.name} on {job.layout.devices} {job.device.name}", x=0.01, ha="left", fontsize=12)
     _stages(left, plan)
     _curve(right, plan, points)
-    try:
-        figure.savefig(Path(path), dpi=_DPI)
-    except ValueError as error:
-        raise UsageError(f"cannot draw into {path}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    save_figure(figure, path)
 
 
 def _stages(axes: Any, plan: JobPlan) -> None:

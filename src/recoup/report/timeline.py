@@ -7,12 +7,11 @@ Universal Design, 2008).
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recoup.errors import MissingExtra, UsageError
+from recoup.report.canvas import figure_class, save_figure
 from recoup.report.lanes import Lane, lanes_of, merged
 from recoup.units import format_bytes, format_seconds
 
@@ -25,7 +24,6 @@ __all__ = ["timeline_figure"]
 
 _LANES = {"writes": ("#009E73", ""), "reads": ("#0072B2", ""), "replays": ("#E69F00", ""), "waits": ("#D55E00", "////")}
 _PLANNED, _UNPLANNED, _BUDGET = "#0072B2", "0.55", "#D55E00"
-_DPI = 200
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 # Shares of the picture's width: what is nearer together is drawn as one, and what is shorter is drawn that long.
@@ -40,16 +38,12 @@ def timeline_figure(graph: StepGraph, plan: Plan, timeline: Timeline, path: str 
         MissingExtra: matplotlib is not installed.
         UsageError: the suffix is not known, or the file cannot be written.
     """
-    try:
-        # Without pyplot there is no display, no global state and nothing to close.
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("figures need matplotlib; install it with: pip install 'recoup[report]'") from error
+    make = figure_class()
     lanes = lanes_of(graph, timeline)
     total = max(timeline.step_seconds, timeline.unplanned_step_seconds)
     second, unit = next(((factor, unit) for factor, unit in _SECONDS if total >= factor), _SECONDS[-1])
     below = 0.34 * len(lanes) + 0.15
-    figure = Figure(figsize=(10, 4.4 + (below if lanes else 0.0)), layout="constrained")
+    figure = make(figsize=(10, 4.4 + (below if lanes else 0.0)), layout="constrained")
     above, lower = figure.add_subplot(), None
     if lanes:
         above.remove()
@@ -61,7 +55,7 @@ def timeline_figure(graph: StepGraph, plan: Plan, timeline: Timeline, path: str 
     _dress(above, lower, f"{graph.name}: {plan.strategy} plan, {plan.gear} gear", total / second, unit)
     _unplaced([axes for axes in (above, lower) if axes is not None], timeline, second)
     above.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, fontsize=9, borderaxespad=0.2)
-    _save(figure, Path(path))
+    save_figure(figure, path)
 
 
 def _bytes(axes: Any, plan: Plan, timeline: Timeline, second: float) -> None:
@@ -134,12 +128,3 @@ def _dress(above: Any, lower: Any, title: str, total: float, unit: str) -> None:
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
     (above if lower is None else lower).set_xlabel(f"time in the simulated step ({unit})")
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except ValueError as error:
-        raise UsageError(f"cannot draw into {path}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error

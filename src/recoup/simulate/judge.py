@@ -206,7 +206,7 @@ class Run:
         self.transfers: Transfers | None = None
         if offload is not None:
             self._stay_until_left(offload)
-            self.transfers = transfers_of(index, offload, self.replayed, 0.0)
+            self.transfers = transfers_of(index, offload, self.replayed)
         self.bytes_at, self.moments = self._timeline()
 
     def _stay_until_left(self, offload: Offload) -> None:

@@ -105,7 +105,7 @@ def timeline_of(graph: StepGraph, plan: Plan) -> Timeline:
     transfers = simulation.transfers
     if transfers is None:
         replayed = run(graph, plan_ids(graph, plan), plan_holds(graph, plan), offload).replayed
-        transfers = transfers_of(index, _NOTHING, replayed, 0.0)
+        transfers = transfers_of(index, _NOTHING, replayed)
     course, spans = _course(index, simulation, transfers)
     return Timeline(
         planned=course,

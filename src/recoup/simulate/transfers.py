@@ -65,16 +65,15 @@ class Transfers:
     end_seconds: float = 0.0
 
 
-def transfers_of(index: Replays, offload: Offload, replayed: Replayed, replay_seconds: float) -> Transfers:
+def transfers_of(index: Replays, offload: Offload, replayed: Replayed) -> Transfers:
     """The transfers of a step.
 
     Args:
         index: of the recorded graph, without fetches.
         offload: what moves.
         replayed: what the backward replays, fetches among them.
-        replay_seconds: the executor's overhead for a replayed operation.
     """
-    clock = _Clock(index, offload, replay_seconds)
+    clock = _Clock(index, offload)
     work: dict[int, list[int]] = {}
     for op, event in zip(replayed.ops, replayed.events, strict=True):
         work.setdefault(event, []).append(op)
@@ -89,8 +88,8 @@ def transfers_of(index: Replays, offload: Offload, replayed: Replayed, replay_se
 
 
 class _Clock:
-    def __init__(self, index: Replays, offload: Offload, replay_seconds: float) -> None:
-        self.index, self.offload, self.link, self.replay_seconds = index, offload, offload.link, replay_seconds
+    def __init__(self, index: Replays, offload: Offload) -> None:
+        self.index, self.offload, self.link = index, offload, offload.link
         self.until = index.until_seconds
         self.late = 0.0
         self.done = Transfers()
@@ -139,7 +138,7 @@ class _Clock:
             if op < 0:
                 self._ask(op + len(self.index.bytes), number, event.gap)
             own = 0.0 if op < 0 else self.index.graph.ops[op].seconds
-            self._delay(event.gap, own + self.replay_seconds, op)
+            self._delay(event.gap, own, op)
         if work or self._inside(event):
             self._fetch_ahead(number, event.gap)
 

@@ -148,11 +148,16 @@ class Program:
                 found[self.hold[v]] = found.get(self.hold[v], 0.0) + count
             elif v in self.windows.needed:
                 fixed += count
-                found[self.recompute[v]] = found.get(self.recompute[v], 0.0) - count
+                for column in self._gone(v):
+                    found[column] = found.get(column, 0.0) - count
         for v in row.copied:
-            if v in self.recompute:
-                found[self.recompute[v]] = found.get(self.recompute[v], 0.0) + self.index.bytes[v]
+            for column in self._gone(v):
+                found[column] = found.get(column, 0.0) + self.index.bytes[v]
         return {column: value for column, value in found.items() if value}, fixed
+
+    def _gone(self, v: int) -> tuple[int, ...]:
+        """The columns that say that a storage is dropped and comes back."""
+        return (self.recompute[v],) if v in self.recompute else ()
 
     def solve(self, rows: list[Row], budget: int | None, seconds: float, tolerance: float = 0.0, nodes: int = 20000) -> Solution:
         """The least time within the budget, or for ``budget=None`` the least peak (ties by time).

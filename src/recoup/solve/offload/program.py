@@ -106,23 +106,13 @@ class Movables(Program):
         return self.link.drag * self.link.write_seconds(self.index.bytes[v])
 
     def _memory(self, row: Row) -> tuple[dict[int, float], int]:
-        found: dict[int, float] = {}
-        fixed = row.fixed
-        for v in row.kept:
-            count = self.index.bytes[v]
-            if v in self.hold:
-                found[self.hold[v]] = found.get(self.hold[v], 0.0) + count
-            elif v in self.windows.needed:
-                fixed += count
-                for decided in (self.recompute, self.offload):
-                    if v in decided:
-                        found[decided[v]] = found.get(decided[v], 0.0) - count
-        for v in row.copied:
-            for decided in (self.recompute, self.offload):
-                if v in decided:
-                    found[decided[v]] = found.get(decided[v], 0.0) + self.index.bytes[v]
-        found[self.any] = float(self.link.staging_bytes)
-        return {column: value for column, value in found.items() if value}, fixed
+        found, fixed = super()._memory(row)
+        if self.link.staging_bytes:
+            found[self.any] = float(self.link.staging_bytes)
+        return found, fixed
+
+    def _gone(self, v: int) -> tuple[int, ...]:
+        return tuple(decided[v] for decided in (self.recompute, self.offload) if v in decided)
 
 
 class JointProgram(Movables):

@@ -17,9 +17,7 @@ __all__ = ["open_outbox"]
 _PADDING = 4096  # stores take whole pages
 
 
-def open_outbox(
-    plan: Plan, device: torch.device, where: str | Path | Store | None, tally: Tally, limit_bytes: int | None = None
-) -> Outbox | None:
+def open_outbox(plan: Plan, device: torch.device, where: str | Path | Store | None, tally: Tally) -> Outbox | None:
     """The traffic of a plan on a device, its space taken; None for a plan that offloads nothing.
 
     Args:
@@ -27,7 +25,6 @@ def open_outbox(
         device: that the activations are on.
         where: the directory of a plan that offloads to disk, a store of your own, or None for where the link was measured.
         tally: what counts the traffic.
-        limit_bytes: the most that may wait there.
 
     Raises:
         OffloadError: there is no such place for this device, or too little space.
@@ -36,12 +33,12 @@ def open_outbox(
     if traffic is None or not plan.offload_sites:
         return None
     room = traffic.offloaded_bytes + _PADDING * len(plan.offload_sites)
-    store = _opened(traffic, device, where, room, limit_bytes) if where is None or isinstance(where, (str, Path)) else where
+    store = _opened(traffic, device, where, room) if where is None or isinstance(where, (str, Path)) else where
     store.reserve(room)
     return Outbox(store, traffic.write_window_bytes, tally)
 
 
-def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, room: int, limit_bytes: int | None) -> Store:
+def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, room: int) -> Store:
     if traffic.link.target == "disk":
         from recoup.torch.offload.disk import DiskStore  # its threads and files only where a plan asks for them
 
@@ -50,7 +47,7 @@ def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, ro
             raise OffloadError(
                 "the plan offloads to disk and names no directory; say which, as in apply(model, plan, offload_to='/scratch')"
             )
-        return DiskStore(directory, device=device, limit_bytes=limit_bytes)
+        return DiskStore(directory, device=device)
     if device.type != "cuda":
         raise OffloadError(
             f"the plan offloads to the host's memory, where activations on {device} are already; plan with a disk, or without offloading"
@@ -58,4 +55,4 @@ def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, ro
     from recoup.torch.offload.copiers import CudaCopier
     from recoup.torch.offload.host import HostStore
 
-    return HostStore(CudaCopier(device), device=device, limit_bytes=room if limit_bytes is None else limit_bytes)
+    return HostStore(CudaCopier(device), device=device, limit_bytes=room)
