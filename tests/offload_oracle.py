@@ -49,7 +49,7 @@ def plans(graph: StepGraph, executor: Capabilities, link: OffloadLink, windows: 
             continue
         for write, read in product(windows, repeat=2) if away else [(0, 0)]:
             lived = Run(index, recompute, {}, Offload(away, link, write, read) if away else None)
-            yield int(lived.bytes_at.max(initial=0)), lived.seconds(executor), sum(index.bytes[v] for v in away)
+            yield int(lived.bytes_at.max(initial=0)), lived.seconds(executor), sum(link.waiting_bytes(index.bytes[v]) for v in away)
 
 
 def links(shared: st.SearchStrategy[bool] | None = None) -> st.SearchStrategy[OffloadLink]:
@@ -62,6 +62,7 @@ def links(shared: st.SearchStrategy[bool] | None = None) -> st.SearchStrategy[Of
         read_bytes_per_second=rates,
         latency_seconds=st.sampled_from([0.0, 0.1, 1.0]),
         staging_bytes=st.sampled_from([0, 5, 40]),
+        page_bytes=st.sampled_from([1, 8]),
         shared=shared or st.booleans(),
         drag=st.sampled_from([0.0, 0.1]),
     )

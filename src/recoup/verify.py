@@ -34,7 +34,7 @@ from recoup.torch.tile.precision import compared_with_exact, in_float64
 from recoup.torch.timing import alternate, synchronizer
 from recoup.units import format_bytes, format_seconds
 
-__all__ = ["Check", "Verification", "peak_under", "verify"]
+__all__ = ["Check", "Verification", "verify"]
 
 Step = Callable[[], object]
 Progress = Callable[[int, int, str], object]
@@ -155,14 +155,6 @@ def verify(
     )
 
 
-def peak_under(applied: object, step: Step, model: torch.nn.Module) -> int:
-    """Measured peak bytes of a step under an applied plan, eager or compiled, or under none.
-
-    The buffers of transfers, which no allocator of the framework sees, are counted too.
-    """
-    return measure_peak(step, model) + getattr(applied, "staging_bytes", 0)
-
-
 def _side_by_side(
     model: torch.nn.Module, plan: Plan, offload_to: str | Path | Store | None
 ) -> AbstractContextManager[Callable[[bool], AbstractContextManager[object]]]:
@@ -222,8 +214,8 @@ class _Bench:
 
     def peak(self, *, planned: bool) -> int:
         """Measured peak bytes."""
-        with self._setting(planned) as applied:
-            return peak_under(applied, self.step, self.model)
+        with self._setting(planned):
+            return measure_peak(self.step, self.model)
 
     def residue(self, *, planned: bool) -> int:
         """Bytes that two further steps leave allocated, once one has run."""

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -18,11 +19,16 @@ import torch
 from torch import Tensor
 
 from recoup.errors import OffloadError
+from recoup.torch.meter import meter_for
 from recoup.torch.offload import DiskStore, Fetch, Ticket
 from recoup.torch.offload.files import free_bytes
 from tests.offload.conftest import MIB
 from tests.offload.faults import FaultyRequests, failing, interrupted, short, slow
 from tests.offload.test_store import offload_threads, out, wait_until
+
+
+def net_bytes(act: Callable[[], object]) -> int:
+    return meter_for("cpu").net_and_peak(act)[0]
 
 
 def descriptors() -> set[str]:
@@ -58,6 +64,40 @@ def test_the_file_has_no_name_and_is_the_users_alone(directory: Path) -> None:
     assert stat.S_IMODE(kept.st_mode) == 0o600
     assert kept.st_nlink == 0
     assert kept.st_blocks * 512 >= 400_000
+    store.close()
+
+
+def test_buffers_are_counted_and_stand_from_the_first_transfer_until_the_store_rests(directory: Path) -> None:
+    store, meter = DiskStore(directory, workers=2, chunk_bytes=MIB), meter_for("cpu")
+    source, tickets = torch.randn(600_001), []
+
+    def go_out(*, rest: bool) -> None:
+        tickets.append(out(store, source))
+        if rest:
+            store.rest()
+
+    taken = store.staging_bytes
+    assert taken == 4 * MIB + 4096
+    assert meter.net_and_peak(lambda: go_out(rest=False)) == (taken, taken)
+    assert meter.net_and_peak(lambda: go_out(rest=False)) == (0, 0)
+    store.rest()
+    # They are taken again for what comes later, and the bytes are right.
+    assert meter.net_and_peak(lambda: go_out(rest=True)) == (0, taken)
+    assert all(torch.equal(ticket.fetch().get().view(torch.float32), source) for ticket in tickets)
+    store.close()
+
+
+def test_buffers_stay_while_a_transfer_runs(directory: Path) -> None:
+    store, meter = DiskStore(directory, requests=FaultyRequests(write=slow(0.2))), meter_for("cpu")
+    source = torch.ones(3 * MIB, dtype=torch.uint8)
+    tickets: list[Ticket] = []
+
+    def rest_early() -> None:
+        tickets.append(store.put(source))
+        store.rest()
+
+    assert meter.net_and_peak(rest_early) == (store.staging_bytes, store.staging_bytes)
+    assert torch.equal(tickets[0].fetch().get(), source)
     store.close()
 
 

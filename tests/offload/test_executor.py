@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import OffloadError, PlanMismatch, ReplayMismatch
+from recoup.simulate import simulate_plan
+from recoup.simulate.result import attribution
 from recoup.torch.offload import DiskStore
 from tests.offload.faults import FaultyRequests, failing, slow
 from tests.offload.planning import offloading, recorded
@@ -36,6 +38,54 @@ def test_a_step_that_offloads_all_it_can_has_the_bits_and_the_peak_of_its_plan(g
     found.raise_if_failed()
     assert found.peak_bytes == plan.peak_bytes
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gear", ["live", "static"])
+def test_the_buffers_of_transfers_are_gone_once_all_has_come_back(gear: str, tmp_path: Path) -> None:
+    """The step is widest where the gradient of the first weight is made, after the last fetch."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4096, 1024), nn.Tanh(), nn.Linear(1024, 8)), torch.randn(256, 4096)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    graph = recoup.record(step, model=model)
+    plan = offloading(graph, gear)
+    assert plan.traffic is not None
+    simulated = simulate_plan(graph, plan)
+    assert "buffers of transfers" not in dict(attribution(graph, simulated))
+    assert plan.peak_bytes < plan.unplanned_peak_bytes + plan.traffic.link.staging_bytes
+    found = recoup.verify(model, step, plan, offload_to=tmp_path, steps=2)
+    found.raise_if_failed()
+    assert found.peak_bytes == plan.peak_bytes
+
+
+def test_two_forwards_at_once_keep_to_the_disk_budget(tmp_path: Path) -> None:
+    """The plan has room for one; the second's stay in memory, said aloud, and the gradients are right."""
+    model, step, graph = recorded(rows=512)
+    plan = offloading(graph)
+    assert plan.traffic is not None
+    waiting = simulate_plan(graph, plan).offloaded_bytes
+    assert waiting == plan.traffic.offloaded_bytes
+    plan = msgspec.structs.replace(plan, traffic=msgspec.structs.replace(plan.traffic, limit_bytes=waiting))
+    x = torch.randn(512, 32)
+
+    def both() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        losses = [model(x).square().mean(), model(2 * x).square().mean()]
+        for loss in losses:
+            loss.backward()
+        return gradients(model)
+
+    want = both()
+    with recoup.apply(model, plan, offload_to=tmp_path) as applied:
+        step()
+        assert not applied.report().kept
+        with pytest.warns(RuntimeWarning, match="the disk budget of .* bytes has no room"):
+            assert_same(both(), want)
+        assert applied.report().kept
 
 
 @pytest.mark.parametrize("gear", ["live", "static"])

@@ -30,7 +30,7 @@ class Noted(Job):
 
 def test_every_piece_is_moved_once() -> None:
     notes: list[tuple[int, int]] = []
-    lane = Lane("offload-test", [None, None, None])
+    lane = Lane("offload-test", 3, [None] * 3)
     jobs = [Noted(pieces, notes, name) for name, pieces in enumerate((5, 1, 7, 2))]
     for job in jobs:
         lane.submit(job)
@@ -43,7 +43,7 @@ def test_every_piece_is_moved_once() -> None:
 
 def test_jobs_run_in_order() -> None:
     notes: list[tuple[int, int]] = []
-    lane = Lane("offload-test", [None])
+    lane = Lane("offload-test", 1, [None])
     jobs = [Noted(pieces, notes, name) for name, pieces in enumerate((5, 1, 7, 2))]
     for job in jobs:
         lane.submit(job)
@@ -54,7 +54,7 @@ def test_jobs_run_in_order() -> None:
 
 
 def test_memory_is_let_go_of_once_and_before_anybody_hears_of_the_end() -> None:
-    lane = Lane("offload-test", [None, None])
+    lane = Lane("offload-test", 2, [None] * 2)
     jobs = [Noted(3, []), Noted(3, [], fails_at=1)]
     for job in jobs:
         lane.submit(job)
@@ -72,7 +72,7 @@ def test_memory_is_let_go_of_once_and_before_anybody_hears_of_the_end() -> None:
 def test_an_idle_lane_holds_no_job() -> None:
     gc.disable()
     try:
-        lane = Lane("offload-test", [None, None])
+        lane = Lane("offload-test", 2, [None] * 2)
         job = Noted(4, [])
         gone = weakref.ref(job)
         lane.submit(job)
@@ -86,7 +86,7 @@ def test_an_idle_lane_holds_no_job() -> None:
 
 
 def test_stopping_fails_what_waits_and_wakes_who_waits_for_it() -> None:
-    lane = Lane("offload-test", [None])
+    lane = Lane("offload-test", 1, [None])
     jobs = [Noted(20, []) for _ in range(20)]
     for job in jobs:
         lane.submit(job)

@@ -23,7 +23,9 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         write_bytes_per_second: rate of the way out, sustained, at the executor's own concurrency.
         read_bytes_per_second: rate of the way back.
         latency_seconds: added to every transfer.
-        staging_bytes: memory that the transfers themselves take while any are planned (bounce buffers); part of the planned peak.
+        staging_bytes: memory that the transfers themselves take (bounce buffers), from the first put until all has come back; part of
+            the planned peak.
+        page_bytes: what waits takes whole pages of so many bytes.
         shared: whether reads and writes are one resource.
         drag: seconds that the step's own work loses for each second of transfer, 0 where transfers cost it nothing.
         where: the directory, or the device, that was measured.
@@ -35,6 +37,7 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     read_bytes_per_second: float
     latency_seconds: float = 0.0
     staging_bytes: int = 0
+    page_bytes: int = 4096
     shared: bool = False
     drag: float = 0.0
     where: str = ""
@@ -44,12 +47,18 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Checks that the figures are figures of a link.
 
         Raises:
-            ValueError: a rate is not above zero, or another figure is below zero.
+            ValueError: a rate or a page is not above zero, or another figure is below zero.
         """
         if not (self.write_bytes_per_second > 0 and self.read_bytes_per_second > 0):
             raise ValueError(f"a link to {self.target} needs rates above 0 bytes a second")
+        if self.page_bytes < 1:
+            raise ValueError(f"pages of {self.page_bytes} bytes hold nothing; a link to {self.target} needs pages of at least 1 byte")
         if self.latency_seconds < 0 or self.staging_bytes < 0 or self.drag < 0:
             raise ValueError(f"latency, staging and drag of a link to {self.target} cannot be below 0")
+
+    def waiting_bytes(self, count: int) -> int:
+        """What ``count`` bytes take where they wait."""
+        return -(-count // self.page_bytes) * self.page_bytes
 
     def write_seconds(self, count: int) -> float:
         """Seconds that the way out of ``count`` bytes occupies the link."""

@@ -23,7 +23,7 @@ from recoup.torch.meter import device_of
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.torch.timing import synchronizer
 from recoup.units import format_bytes
-from recoup.verify import Check, Verification, peak_under, verify
+from recoup.verify import Check, Verification, verify
 
 __all__ = ["CheckMode", "Make", "Progress", "Trial", "Workshop"]
 
@@ -110,10 +110,10 @@ class Workshop:
         self.telling(size)(0, 1, f"running the {'un' if plan is None else ''}planned step")
         model, step = self.made(size)
         wait = synchronizer(device_of(model))
-        with nullcontext() if plan is None else recoup.torch.apply(model, plan) as applied:
+        with nullcontext() if plan is None else recoup.torch.apply(model, plan):
             for _ in range(WARM_UP_CALLS if plan is not None and plan.gear == "static" else 0):
                 step()
-            return peak_under(applied, step, model), recoup.torch.time_step(step, repeats=3, warmup=1, synchronize=wait)
+            return recoup.torch.measure_peak(step, model), recoup.torch.time_step(step, repeats=3, warmup=1, synchronize=wait)
 
     def sizes_to_record(self, budget_bytes: int, multiple: int, most: int) -> tuple[int, int, int]:
         """Three sizes that double, up to where a step says enough, else the first three; not 1, which is often a case of its own.

@@ -28,7 +28,8 @@ class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         link: the figures that the plan was made with.
         write_window_bytes: at most so many bytes (or one storage) are on their way out at once; the forward waits for room.
         read_window_bytes: at most so many bytes (or one storage) are fetched ahead of their use.
-        offloaded_bytes: what waits on the target at once.
+        offloaded_bytes: what waits on the target at once, in whole pages.
+        limit_bytes: what may wait there at once; None for no limit. What finds no room stays in memory.
         stall_seconds: simulated seconds that the step waits for the link.
     """
 
@@ -36,6 +37,7 @@ class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     write_window_bytes: int
     read_window_bytes: int
     offloaded_bytes: int = 0
+    limit_bytes: int | None = None
     stall_seconds: float = 0.0
 
 

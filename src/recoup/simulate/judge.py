@@ -9,13 +9,15 @@ Rules:
 4. The peak is the largest of all recorded operations (alive bytes, copies, scratch) and all replayed operations
    (alive across the gap, copies, fresh outputs, scratch).
 5. An offloaded storage is dropped and comes back by a fetch (``recoup.simulate.offload``); its original also lives until it has
-   left for certain, and a copy from when it is fetched.
+   left for certain, and a copy from when it is fetched. The transfers' buffers stand from the first put until all that is offloaded
+   has been asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +29,7 @@ from recoup.plan import LIVE, Capabilities, Plan
 from recoup.plan.capabilities import capabilities
 from recoup.simulate.backward import NEVER, Replayed, run_backward
 from recoup.simulate.index import Replays, replays
-from recoup.simulate.offload import Offload, forced_out, offload_violations, with_fetches
+from recoup.simulate.offload import Offload, forced_out, offload_violations, puts_of, with_fetches
 from recoup.simulate.result import GENERATORS, SCRATCH, STAGING, Moment, Simulation, State
 from recoup.simulate.transfers import Transfers, transfers_of
 
@@ -108,7 +110,7 @@ def plan_offload(graph: StepGraph, plan: Plan) -> Offload | None:
     if missing:
         raise PlanMismatch(f"the plan offloads {missing[0]}, which the step {graph.name!r} does not have; record the step and solve again")
     storages = frozenset(by_site[site] for site in plan.offload_sites)
-    return Offload(storages, traffic.link, traffic.write_window_bytes, traffic.read_window_bytes)
+    return Offload(storages, traffic.link, traffic.write_window_bytes, traffic.read_window_bytes, traffic.limit_bytes)
 
 
 def plan_holds(graph: StepGraph, plan: Plan) -> dict[int, int]:
@@ -189,6 +191,14 @@ def run(graph: StepGraph, recompute: frozenset[int], held_from: Mapping[int, int
     return Run(replays(graph), recompute, held_from, offload)
 
 
+class _Buffers(NamedTuple):
+    """The transfers' buffers stand during the recorded operations from ``first_gap`` to ``end_gap``, and replays up to ``last_fetch``."""
+
+    first_gap: int
+    end_gap: int
+    last_fetch: int
+
+
 class Run:
     """The lives of all storages and copies under one choice."""
 
@@ -231,15 +241,31 @@ class Run:
         states = self._generator_states()
         ahead, ahead_at = self._ahead()
         staging = self.offload.link.staging_bytes if self.offload is not None and self.offloaded else 0
-        at = during + np.cumsum(copies)[:count] + index.scratch[:count] + states + ahead + staging
+        buffers = self._buffers() if staging else None
+        at = during + np.cumsum(copies)[:count] + index.scratch[:count] + states + ahead
+        if buffers is not None:
+            at[buffers.first_gap : buffers.end_gap] += staging
         moments = np.full(count, -1, dtype=np.int64)
         for number, (gap, live) in enumerate(zip(self.replayed.gaps, self.replayed.live, strict=True)):
             # A backward may unpack after the last operation; its replays count with that operation.
             place = min(gap, count - 1)
-            total = int(across[gap]) + live + int(states[place]) + int(ahead_at[self.replayed.events[number]]) + staging
+            total = int(across[gap]) + live + int(states[place]) + int(ahead_at[self.replayed.events[number]])
+            if buffers is not None and number <= buffers.last_fetch:
+                total += staging
             if total > at[place]:
                 at[place], moments[place] = total, number
         return at, moments
+
+    def _buffers(self) -> _Buffers:
+        """When the transfers' buffers stand. Where something is never asked for they stay to the end."""
+        assert self.offload is not None
+        puts = puts_of(self.index.graph, self.offloaded)
+        first = min((gap for gap, _ in puts), default=self.index.count)
+        fetches = [number for number, op in enumerate(self.replayed.ops) if op < 0]
+        if len({self.replayed.ops[number] for number in fetches}) < len(puts):
+            return _Buffers(first, self.index.count, len(self.replayed.ops))
+        last = fetches[-1]
+        return _Buffers(first, max(min(self.replayed.gaps[last], self.index.count), first), last)
 
     def _ahead(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes fetched and not asked for yet: at each operation, and while each unpack event is served."""
@@ -319,7 +345,7 @@ class Run:
             bytes_at=self.bytes_at,
             live_at_peak=self._described(moment),
             moments=self.moments,
-            offloaded_bytes=sum(self.index.bytes[v] for v in self.offloaded),
+            offloaded_bytes=sum(self.offload.link.waiting_bytes(self.index.bytes[v]) for v in self.offloaded) if self.offload else 0,
             transfers=self.transfers,
         )
 
@@ -357,7 +383,12 @@ class Run:
                 here = index.events[ahead.issued].gap <= moment.at < end
             if here:
                 found.append((ahead.storage, index.bytes[ahead.storage], "fetched"))
-        if self.offload.link.staging_bytes:
+        buffers = self._buffers()
+        if moment.replay is not None:
+            stand = moment.replay <= buffers.last_fetch
+        else:
+            stand = buffers.first_gap <= moment.at < buffers.end_gap
+        if self.offload.link.staging_bytes and stand:
             found.append((STAGING, self.offload.link.staging_bytes, "scratch"))
         return found
 

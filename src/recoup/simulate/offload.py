@@ -39,12 +39,14 @@ class Offload:
         link: where to, at which figures.
         write_window_bytes: at most so many bytes, or one storage, are on their way out at once.
         read_window_bytes: at most so many bytes, or one storage, are fetched ahead of their use.
+        limit_bytes: what may wait there at once, None for no limit; a budget that whoever chose this has kept to.
     """
 
     storages: frozenset[int]
     link: OffloadLink
     write_window_bytes: int
     read_window_bytes: int
+    limit_bytes: int | None = None
 
 
 def puts_of(graph: StepGraph, storages: frozenset[int]) -> list[tuple[int, int]]:

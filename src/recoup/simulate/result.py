@@ -54,7 +54,7 @@ class Simulation:
         bytes_at: for each recorded operation the most bytes alive during it and during the replays just before it.
         live_at_peak: what stands at the peak: (storage id, bytes, state); scratch has the id -1. Sums to ``peak_bytes``.
         moments: for each recorded operation the replay at which ``bytes_at`` stands, -1 for the operation itself.
-        offloaded_bytes: what waits on the host or on disk.
+        offloaded_bytes: what waits on the host or on disk, in whole pages.
         transfers: what moved over the link and when; None where nothing is offloaded.
     """
 

@@ -123,11 +123,6 @@ class Applied:
             return None
         return Inbox(self._outbox, traffic.read_window_bytes, plan.offload_sites)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that offloading takes besides the step's own, as long as the plan is applied."""
-        return 0 if self._outbox is None else self._outbox.store.staging_bytes
-
     # -- plans
 
     def add_plan(self, plan: Plan) -> None:

@@ -1,9 +1,9 @@
 """A proven lower bound on the time of every joint plan over one link, whatever its windows.
 
 The linear program of ``Movables`` with rows that hold for every plan: what is kept stands in memory, what is recomputed or offloaded
-does so at least from when it is asked for until it is released, and while anything moves so do the transfers' buffers. Each offload
-costs one fetch. In a step of one backward pass the link is counted too. Let ``out`` be bytes that a plan saves at a moment by
-offloading: they have been written by then, and have yet to be read before they are asked for, so that
+does so at least from when it is asked for until it is released, and from the first put to the end of the forward so do the transfers'
+buffers. Each offload costs one fetch. In a step of one backward pass the link is counted too. Let ``out`` be bytes that a plan saves
+at a moment by offloading: they have been written by then, and have yet to be read before they are asked for, so that
 
     out <= write rate (seconds until then + late)        out <= read rate (seconds from then to the last unpacking + late)
 
@@ -13,7 +13,9 @@ its own time; that, latencies, and that reads queue behind writes are left out, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 
 import highspy
 import numpy as np
@@ -21,7 +23,7 @@ import numpy as np
 from recoup.cost import OffloadLink
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
-from recoup.simulate.offload import offloadable
+from recoup.simulate.offload import offloadable, puts_of
 from recoup.solve.linear import model_of, run_relaxed
 from recoup.solve.offload.moving import Moving
 from recoup.solve.offload.program import Movables, joint_windows
@@ -46,6 +48,9 @@ class _Bound(Movables):
         self.clock = moving.clock
         self.last = float(moving.clock[min(index.events[-1].gap, index.count)]) if index.events else 0.0
         self.asked = {v: self.windows.rebuilt[v][0][0] for v in storages}
+        self.turn = index.events[0].gap if index.events else index.count
+        self.puts = puts_of(index.graph, frozenset(storages))
+        self.out = self._chained(v for _, v in self.puts) if link.staging_bytes else []
         self.carried = len(index.graph.backwards) <= 1
         # What the plan adds to the step, in the objective's unit: at most all that the objective counts.
         self.late = self._column(0.0, False)
@@ -54,6 +59,14 @@ class _Bound(Movables):
         self.upper[self.stall] = _UNBOUNDED
         columns = [column for column, cost in enumerate(self.cost) if cost]
         self.entries.append(([*columns, self.late], [*(self.cost[column] for column in columns), -1.0], 0.0))
+
+    def _memory(self, row: Row) -> tuple[dict[int, float], int]:
+        """In the forward the transfers' buffers stand from the first put on; when they go a plan decides."""
+        found, fixed = super()._memory(row)
+        place = bisect_right(self.puts, row.at, key=itemgetter(0)) if self.out and row.at < self.turn else 0
+        if place:
+            found[self.out[place - 1]] = float(self.link.staging_bytes)
+        return found, fixed
 
     def least(self, rows: list[Row], budget: int, seconds: float) -> tuple[float, frozenset[int] | None]:
         """The objective in seconds, and what is dropped even partly; infinite if nothing fits."""

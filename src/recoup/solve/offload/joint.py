@@ -110,7 +110,13 @@ class _Joint:
                 return replace(least.choice, note="no plan that fits was found")
             self._offer(least)
         assert self.best is not None
-        return replace(self.best.choice, bound_seconds=min(bound, self.best.step_seconds))
+        return replace(self._limited(self.best.choice), bound_seconds=min(bound, self.best.step_seconds))
+
+    def _limited(self, choice: Choice) -> Choice:
+        """The choice with what may wait at the end of its link, for those who run it."""
+        if choice.offload is None:
+            return choice
+        return replace(choice, offload=replace(choice.offload, limit_bytes=self.asked.routes.cap(choice.offload.link)))
 
     def bound(self) -> float:
         """The least bound of all links."""

@@ -35,8 +35,10 @@ class JointJudged(Judged):
 
     @property
     def offloaded_bytes(self) -> int:
-        """How much of it there is."""
-        return sum(self.run.index.bytes[v] for v in self.offloaded)
+        """What that takes there."""
+        if self.offload is None:
+            return 0
+        return sum(self.offload.link.waiting_bytes(self.run.index.bytes[v]) for v in self.offloaded)
 
     @property
     def joint_key(self) -> object:

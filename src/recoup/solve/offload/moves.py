@@ -55,7 +55,7 @@ class Space:
 
     def offloading(self, found: JointJudged, storages: frozenset[int]) -> Offload | None:
         """The offload of a choice with other storages; None if they may not all wait on the target."""
-        if self.cap is not None and sum(self.index.bytes[v] for v in storages) > self.cap:
+        if self.cap is not None and sum(self.link.waiting_bytes(self.index.bytes[v]) for v in storages) > self.cap:
             return None
         moving = found.offload
         window = windows_of(self.moving)[4] if moving is None else 0

@@ -9,8 +9,9 @@ replays it costs time on the link. With ``w_v`` and ``r_v`` the seconds that its
 
 where ``backlog`` is what the link has yet to write and ``lead`` what it has read before it is asked for, both in seconds of the
 link; replays give it time too. The objective adds ``sum(stall)``. While anything is on its way (``out_k >= O_v`` for all v put up to
-k, ``back_k >= O_v`` for all v asked for from k on) the window stands in memory. All of this is an estimate, made to find plans: it
-orders transfers as they are put and asked for, and knows no replays that ask for offloaded storages early.
+k, ``back_k >= O_v`` for all v asked for from k on) the window and the transfers' buffers stand in memory. All of this is an
+estimate, made to find plans: it orders transfers as they are put and asked for, and knows no replays that ask for offloaded
+storages early.
 """
 
 from __future__ import annotations
@@ -83,18 +84,16 @@ class Movables(Program):
         super().__init__(index, executor, frame)
         self.link = link
         self.offload: dict[int, int] = {}
-        self.any = self._column(0.0, False)
         for v in storages:
             self._movable(v)
         if cap is not None and self.offload:
             # In units of the cap, so that tolerances mean the same in every row.
             columns = list(self.offload.values())
-            self.entries.append((columns, [-index.bytes[v] / max(cap, 1) for v in self.offload], -1.0 if cap else 0.0))
+            self.entries.append((columns, [-link.waiting_bytes(index.bytes[v]) / max(cap, 1) for v in self.offload], -1.0 if cap else 0.0))
 
     def _movable(self, v: int) -> None:
         seconds = self.executor.replay_seconds + self._drag(v)
         column = self.offload[v] = self._column(seconds * self.scale, False)
-        self.entries.append(([self.any, column], [1.0, -1.0], 0.0))
         if v in self.recompute:
             self.entries.append(([column, self.recompute[v]], [-1.0, -1.0], -1.0))
         producer = self.index.graph.storages[v].producer
@@ -105,11 +104,16 @@ class Movables(Program):
         """Seconds that the way out, which nothing avoids, slows the step's own work."""
         return self.link.drag * self.link.write_seconds(self.index.bytes[v])
 
-    def _memory(self, row: Row) -> tuple[dict[int, float], int]:
-        found, fixed = super()._memory(row)
-        if self.link.staging_bytes:
-            found[self.any] = float(self.link.staging_bytes)
-        return found, fixed
+    def _chained(self, storages: Iterable[int]) -> list[int]:
+        """For each storage the column that is 1 if it or one before it is offloaded."""
+        columns: list[int] = []
+        for v in storages:
+            column = self._column(0.0, False)
+            self.entries.append(([column, self.offload[v]], [1.0, -1.0], 0.0))
+            if columns:
+                self.entries.append(([column, columns[-1]], [1.0, -1.0], 0.0))
+            columns.append(column)
+        return columns
 
     def _gone(self, v: int) -> tuple[int, ...]:
         return tuple(decided[v] for decided in (self.recompute, self.offload) if v in decided)
@@ -147,7 +151,7 @@ class JointProgram(Movables):
         moments = np.arange(self.index.count)
         out = moments >= min(self.moving.put[v] for v in away)
         back = moments < max(self.moving.ask[v] for v in away)
-        return (self.link.staging_bytes + np.where(moments < self.turn, self._window_at * out, self._window_at * back)).astype(np.int64)
+        return ((self._window_at + self.link.staging_bytes) * np.where(moments < self.turn, out, back)).astype(np.int64)
 
     def _seconds_column(self, most: float = _UNBOUNDED, cost: float = 0.0) -> int:
         column = self._column(cost * self.scale, False)
@@ -231,17 +235,6 @@ class JointProgram(Movables):
         self._gaps = [*(moving.put[v] for v in moving.storages)], [-moving.ask[v] for v in by_ask]
         self._flags = self._chained(moving.storages), self._chained(by_ask)
 
-    def _chained(self, storages: Iterable[int]) -> list[int]:
-        """For each storage the column that is 1 if it or one before it is offloaded."""
-        columns: list[int] = []
-        for v in storages:
-            column = self._column(0.0, False)
-            self.entries.append(([column, self.offload[v]], [1.0, -1.0], 0.0))
-            if columns:
-                self.entries.append(([column, columns[-1]], [1.0, -1.0], 0.0))
-            columns.append(column)
-        return columns
-
     def _flag(self, at: int) -> int | None:
         """The column that says whether anything is on its way at an operation; None if nothing can be."""
         side = 0 if at < self.turn else 1
@@ -251,8 +244,8 @@ class JointProgram(Movables):
     def _memory(self, row: Row) -> tuple[dict[int, float], int]:
         found, fixed = super()._memory(row)
         flag = self._flag(row.at)
-        if flag is not None and self._window_at[row.at]:
-            found[flag] = float(self._window_at[row.at])
+        if flag is not None:
+            found[flag] = float(self._window_at[row.at]) + self.link.staging_bytes
         return found, fixed
 
     def point(self, rows: list[Row], budget: int, seconds: float) -> Point | None:

@@ -114,20 +114,21 @@ def relaxed_choices(
         if point is None:
             return
         recompute, away = relaxed.rounded(point)
-        away = _within(index, away, point, cap)
+        away = _within(index, away, link, point, cap)
         found = judge_joint(index, recompute, executor, offload=Offload(away, link, window, window))
         yield found
         if found.peak_bytes <= budget or not relaxed.teach(found, budget) or seconds() <= 0:
             return
 
 
-def _within(index: Replays, away: frozenset[int], point: Point, cap: int | None) -> frozenset[int]:
+def _within(index: Replays, away: frozenset[int], link: OffloadLink, point: Point, cap: int | None) -> frozenset[int]:
     """What is offloaded, without the least sure of it where that is more than may wait on the target."""
     if cap is None:
         return away
     kept, total = set[int](), 0
     for v in sorted(away, key=lambda v: (-point.offload[v], v)):
-        if total + index.bytes[v] <= cap:
+        count = link.waiting_bytes(index.bytes[v])
+        if total + count <= cap:
             kept.add(v)
-            total += index.bytes[v]
+            total += count
     return frozenset(kept)

@@ -307,7 +307,7 @@ def everything_out(space: Space, executor: Capabilities) -> JointJudged:
     """All that can move moved, as far as there is place for it, with the smallest windows."""
     chosen, total = set[int](), 0
     for v in space.moving.storages:
-        count = space.index.bytes[v]
+        count = space.link.waiting_bytes(space.index.bytes[v])
         if space.cap is None or total + count <= space.cap:
             chosen.add(v)
             total += count

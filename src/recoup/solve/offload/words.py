@@ -23,6 +23,7 @@ def traffic_of(offload: Offload | None, simulation: Simulation) -> Traffic | Non
         write_window_bytes=offload.write_window_bytes,
         read_window_bytes=offload.read_window_bytes,
         offloaded_bytes=simulation.offloaded_bytes,
+        limit_bytes=offload.limit_bytes,
         stall_seconds=simulation.transfers.stall_seconds,
     )
 

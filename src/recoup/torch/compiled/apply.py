@@ -122,11 +122,6 @@ class Planned:
         self.outbox = self.inbox = None
 
     @property
-    def staging_bytes(self) -> int:
-        """Memory that offloading takes besides the step's own, until the end."""
-        return 0 if self.outbox is None else self.outbox.store.staging_bytes
-
-    @property
     def dropped_sites(self) -> frozenset[str]:
         """All that the plan recomputes or offloads."""
         return self.plan.recompute_sites | self.plan.offload_sites
@@ -218,11 +213,6 @@ class AppliedCompiled:
             sites_met=len(planned.met),
             kept=dict(moved.stayed),
         )
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that offloading takes besides the step's own, as long as the plan is applied."""
-        return self._planned.staging_bytes
 
     def remove(self) -> None:
         """Give the model back as it was; its graphs are compiled anew when it is called next."""

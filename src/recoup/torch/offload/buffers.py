@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Buffer", "PageBuffer", "PinnedBuffer", "Window"]
+from recoup.torch.offload.extents import BLOCK
+
+__all__ = ["Buffer", "PageBuffer", "PinnedBuffer", "Window", "counted_buffers", "counted_bytes"]
 
 
 class Buffer(Protocol):
@@ -40,11 +42,28 @@ class PageBuffer:
 
 
 class Window:
-    """Part of a buffer, which it holds."""
+    """Part of a buffer; who makes it says what it holds."""
 
-    def __init__(self, view: memoryview, address: int) -> None:
+    def __init__(self, view: memoryview, address: int, owner: object = None) -> None:
         self.view = view
         self.address = address
+        self._owner = owner
+
+
+def counted_bytes(number: int, count: int) -> int:
+    """What :func:`counted_buffers` takes."""
+    return number * count + BLOCK
+
+
+def counted_buffers(number: int, count: int) -> list[Window]:
+    """Page-aligned buffers of ``count`` bytes in one block of PyTorch's own memory, which goes when the last of them does.
+
+    Its allocator counts them, so that they are in every peak that is measured.
+    """
+    block = torch.UntypedStorage(counted_bytes(number, count))
+    first = -(-block.data_ptr() // BLOCK) * BLOCK
+    parts = [first + place * count for place in range(number)]
+    return [Window(memoryview((ctypes.c_char * count).from_address(start)), start, block) for start in parts]
 
 
 class PinnedBuffer:

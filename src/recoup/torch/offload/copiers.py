@@ -33,8 +33,8 @@ class ThreadCopier:
     def __init__(self, *, latency_seconds: float = 0.0, bytes_per_second: float | None = None) -> None:
         self._latency_seconds = latency_seconds
         self._seconds_per_byte = 1 / bytes_per_second if bytes_per_second else 0.0
-        self._out = Lane("offload-out", [None])
-        self._back = Lane("offload-back", [None])
+        self._out = Lane("offload-out", 1, [None])
+        self._back = Lane("offload-back", 1, [None])
         self._pid = os.getpid()
 
     def foreign(self) -> str:

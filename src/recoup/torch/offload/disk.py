@@ -5,10 +5,13 @@ CUDA stack along and DeepNVMe is compiled at its first use against libaio; caio 
 objects, and know nothing of aligned buffers; the liburing binding is young and asks for kernels and containers that permit io_uring.
 Threads of the standard library need none of that: ``pwritev``, ``preadv`` and ``memmove`` run without the interpreter's lock, two threads
 a direction come close to what the disk gives, and any filesystem will do.
+
+The buffers are memory of the device where that is the CPU: they are taken with the first transfer, and given back when none is left.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from pathlib import Path
 
@@ -16,13 +19,14 @@ import torch
 from torch import Tensor
 
 from recoup.cost import Target
+from recoup.torch.offload.buffers import PinnedBuffer, counted_buffers, counted_bytes
 from recoup.torch.offload.extents import BLOCK, Lease, blocks_of
-from recoup.torch.offload.memory import buffers_for, exact, fresh_bytes, memory_of
+from recoup.torch.offload.memory import exact, fresh_bytes, memory_of
 from recoup.torch.offload.requests import Requests, SystemRequests
 from recoup.torch.offload.spool import ReadJob, Spool, WriteJob
 from recoup.torch.offload.store import Fetch, Ticket
 from recoup.torch.offload.tickets import Arrival, StoredTicket, Transfer
-from recoup.torch.offload.workers import Lane, Refused
+from recoup.torch.offload.workers import Job, Lane, Refused
 
 __all__ = ["DiskStore"]
 
@@ -30,7 +34,8 @@ __all__ = ["DiskStore"]
 class DiskStore:
     """A store in a directory of the user's choice; see :class:`recoup.torch.offload.store.Store`.
 
-    Storages take whole blocks of 4096 bytes. With two threads for each direction and buffers of 1 MiB the transfers take 4 MiB themselves.
+    Storages take whole blocks of 4096 bytes. With two threads for each direction and buffers of 1 MiB the transfers take 4 MiB and a
+    page themselves.
 
     Args:
         directory: where the file lies; it must be on a disk.
@@ -44,7 +49,7 @@ class DiskStore:
     Attributes:
         directory: as given.
         direct: whether the file is read and written past the page cache; if not, the filesystem cannot do that.
-        staging_bytes: bytes of all buffers, where they are in the memory of the device: 0 on CUDA.
+        staging_bytes: bytes of all buffers while there are any, where they are in the memory of the device: 0 on CUDA.
 
     Raises:
         OffloadError: the directory cannot be used; the message says what to do.
@@ -69,12 +74,14 @@ class DiskStore:
         self.directory = Path(directory)
         self._device = exact(device)
         on_cuda = self._device.type == "cuda"
-        self.staging_bytes = 0 if on_cuda else 2 * workers * chunk_bytes
-        self._chunk_bytes = chunk_bytes
+        self.staging_bytes = 0 if on_cuda else counted_bytes(2 * workers, chunk_bytes)
+        self._workers, self._chunk_bytes = workers, chunk_bytes
         self._spool = Spool(self.directory, limit_bytes, requests or SystemRequests(), allow_memory_filesystem=allow_memory_filesystem)
         self.direct = self._spool.file.direct
-        self._writes = Lane("offload-write", buffers_for(self._device, workers, chunk_bytes))
-        self._reads = Lane("offload-read", buffers_for(self._device, workers, chunk_bytes))
+        pinned = [PinnedBuffer(chunk_bytes) for _ in range(2 * workers)] if on_cuda else []
+        self._writes = Lane("offload-write", workers, pinned[:workers])
+        self._reads = Lane("offload-read", workers, pinned[workers:])
+        self._lock = threading.RLock()
         self._out_stream = torch.cuda.Stream(self._device) if on_cuda else None
         self._back_stream = torch.cuda.Stream(self._device) if on_cuda else None
         self._finalizer = weakref.finalize(self, _retire, self._writes, self._reads)
@@ -103,15 +110,31 @@ class DiskStore:
             return self._refused(nbytes, self._spool.why_none(nbytes))
         job = WriteJob(self._spool, lease, memory_of(storage, self._out_stream), nbytes, self._chunk_bytes)
         del storage
-        self._writes.submit(job)
+        self._submit(self._writes, job)
         return StoredTicket(nbytes, job, lease, self._fetch)
+
+    def rest(self) -> None:
+        """Gives the buffers back, if no transfer runs; see :class:`recoup.torch.offload.store.Store`."""
+        if self._device.type == "cuda" or self._spool.foreign:
+            return
+        with self._lock:
+            if self._writes.idle() and self._reads.idle():
+                self._writes.buffers, self._reads.buffers = [], []
 
     def close(self) -> None:
         """Ends transfers after the chunk at hand and gives the disk space back; see :class:`recoup.torch.offload.store.Store`."""
         self._finalizer()
         self._writes.join()
         self._reads.join()
+        self.rest()
         self._spool.file.close()
+
+    def _submit(self, lane: Lane, job: Job) -> None:
+        with self._lock:
+            if not lane.buffers:
+                buffers = counted_buffers(2 * self._workers, self._chunk_bytes)
+                self._writes.buffers, self._reads.buffers = buffers[: self._workers], buffers[self._workers :]
+            lane.submit(job)
 
     def _refused(self, nbytes: int, failure: str) -> Ticket:
         return StoredTicket(nbytes, Refused(failure), None, self._fetch)
@@ -119,7 +142,7 @@ class DiskStore:
     def _fetch(self, nbytes: int, lease: Lease, written: Transfer) -> Fetch:
         tensor = fresh_bytes(nbytes, self._device)
         job = ReadJob(self._spool, lease, memory_of(tensor.untyped_storage(), self._back_stream), nbytes, self._chunk_bytes, written)
-        self._reads.submit(job)
+        self._submit(self._reads, job)
         cure = "The backward cannot go on; no weight was touched. Check the disk, or give another directory"
         return Arrival(tensor, job, what=str(self.directory), cure=cure)
 

@@ -131,6 +131,9 @@ class HostStore:
             return self._refused(nbytes, f"the pool of {self._limit_bytes} bytes is full: {nbytes} more and {self.used_bytes} in use")
         return StoredTicket(nbytes, self._copier.out(storage, lease), lease, self._fetch)
 
+    def rest(self) -> None:
+        """There is nothing to give back: copies take no memory of the device."""
+
     def close(self) -> None:
         """Ends transfers and lets go of the pool; see :class:`recoup.torch.offload.store.Store`."""
         self._closed = True

@@ -34,6 +34,7 @@ class Inbox:
         self.task = -1
         self.queue: list[weakref.ref[Moved]] = []
         self.asked: set[int] = set()
+        self.unasked: set[int] = set()
         self.ahead: dict[int, Moved] = {}
         self.ahead_bytes = 0
 
@@ -50,6 +51,14 @@ class Inbox:
             OffloadError: it cannot be read back.
             ReplayMismatch: it was written in place while it was still in memory.
         """
+        tensor = self._taken(moved)
+        with self.lock:
+            self.unasked.discard(id(moved))
+            if not self.unasked:
+                self.outbox.rest()
+        return tensor
+
+    def _taken(self, moved: Moved) -> Tensor:
         with self.lock:
             self._enter()
             self.asked.add(id(moved))
@@ -99,19 +108,25 @@ class Inbox:
         task = current_backward()
         if task == self.task:
             return
-        self._leave()
+        self._forget()
         self.task = task
         self.order = [ref for ref in self.order if ref() is not None]
         self.queue = list(self.order)
+        self.unasked = {id(moved) for ref in self.order if (moved := ref()) is not None}
         if task != -1:
             call_at_end_of_backward(self._leave)
 
     def _leave(self) -> None:
+        """The pass has ended."""
+        self._forget()
+        self.outbox.rest()
+
+    def _forget(self) -> None:
         """What was fetched ahead and not asked for goes with the pass."""
         with self.lock:
             for moved in self.ahead.values():
                 moved.ahead = None
-            self.queue, self.asked, self.ahead, self.ahead_bytes, self.task = [], set(), {}, 0, -1
+            self.queue, self.asked, self.unasked, self.ahead, self.ahead_bytes, self.task = [], set(), set(), {}, 0, -1
 
 
 class Noted(Held):

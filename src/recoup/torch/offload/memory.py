@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from recoup.torch.offload.buffers import Buffer, PageBuffer, PinnedBuffer
+from recoup.torch.offload.buffers import Buffer, PinnedBuffer
 
-__all__ = ["CudaMemory", "HostMemory", "Memory", "buffers_for", "bytes_of", "exact", "fresh_bytes", "memory_of"]
+__all__ = ["CudaMemory", "HostMemory", "Memory", "bytes_of", "exact", "fresh_bytes", "memory_of"]
 
 
 class Memory(Protocol):
@@ -79,13 +79,6 @@ def exact(device: torch.device | str) -> torch.device:
     """The device with its number, as tensors on it name it."""
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
-
-
-def buffers_for(device: torch.device, number: int, count: int) -> list[Buffer]:
-    """Buffers of ``count`` bytes for transfers from and to ``device``."""
-    if device.type == "cuda":
-        return [PinnedBuffer(count) for _ in range(number)]
-    return [PageBuffer(count) for _ in range(number)]
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

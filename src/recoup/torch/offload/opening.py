@@ -14,9 +14,6 @@ from recoup.torch.offload.store import Store
 __all__ = ["open_outbox"]
 
 
-_PADDING = 4096  # stores take whole pages
-
-
 def open_outbox(plan: Plan, device: torch.device, where: str | Path | Store | None, tally: Tally) -> Outbox | None:
     """The traffic of a plan on a device, its space taken; None for a plan that offloads nothing.
 
@@ -32,7 +29,7 @@ def open_outbox(plan: Plan, device: torch.device, where: str | Path | Store | No
     traffic = plan.traffic
     if traffic is None or not plan.offload_sites:
         return None
-    room = traffic.offloaded_bytes + _PADDING * len(plan.offload_sites)
+    room = traffic.offloaded_bytes
     store = _opened(traffic, device, where, room) if where is None or isinstance(where, (str, Path)) else where
     store.reserve(room)
     return Outbox(store, traffic.write_window_bytes, tally)
@@ -47,7 +44,7 @@ def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, ro
             raise OffloadError(
                 "the plan offloads to disk and names no directory; say which, as in apply(model, plan, offload_to='/scratch')"
             )
-        return DiskStore(directory, device=device)
+        return DiskStore(directory, device=device, limit_bytes=traffic.limit_bytes)
     if device.type != "cuda":
         raise OffloadError(
             f"the plan offloads to the host's memory, where activations on {device} are already; plan with a disk, or without offloading"
@@ -55,4 +52,4 @@ def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, ro
     from recoup.torch.offload.copiers import CudaCopier
     from recoup.torch.offload.host import HostStore
 
-    return HostStore(CudaCopier(device), device=device, limit_bytes=room)
+    return HostStore(CudaCopier(device), device=device, limit_bytes=room if traffic.limit_bytes is None else traffic.limit_bytes)

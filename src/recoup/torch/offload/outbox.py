@@ -150,6 +150,13 @@ class Outbox:
             while any(departing.ticket is moved.ticket for departing in self.on_the_way):
                 self._settle_oldest()
 
+    def rest(self) -> None:
+        """All that a call sent out has come back: unless another one's is on its way, the store may rest."""
+        with self.lock:
+            self.accept()
+            if not self.on_the_way:
+                self.store.rest()
+
     def waited(self, since: float) -> None:
         """Counts time that the step waited for the link."""
         self.tally.waited_seconds += time.perf_counter() - since

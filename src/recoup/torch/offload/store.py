@@ -81,7 +81,7 @@ class Store(Protocol):
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that the transfers take themselves, from construction to the end."""
+        """Memory of the device that transfers take themselves, from the first one until ``rest``."""
         ...
 
     def reserve(self, count: int) -> None:
@@ -94,6 +94,10 @@ class Store(Protocol):
 
     def put(self, tensor: Tensor) -> Ticket:
         """Starts to write the whole untyped storage of ``tensor`` and returns at once; never raises for want of space."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is to move for now: gives back what transfers took of the device's memory, if none runs. The next one takes it again."""
         ...
 
     def close(self) -> None:

@@ -73,47 +73,50 @@ class Job:
         """Returns once it has ended."""
         self._ended.wait()
 
-    def run(self, buffer: Any, lane: Lane) -> None:
-        """Works on pieces until none is left; several threads may be at it."""
+    def run(self, number: int, lane: Lane) -> None:
+        """Works on pieces, as thread ``number`` of the lane, until none is left; several threads may be at it."""
         while (piece := next(self._next)) < self.pieces:
             if not self.failure:
-                self._try(piece, buffer, lane)
+                self._try(piece, number, lane)
             with self._lock:
                 self._left -= 1
                 last = not self._left
             if last:
-                self._end()
+                self.release()
+                lane.ended()
+                self._ended.set()
 
     def abandon(self, failure: str) -> None:
         """Ends a job that no thread has seen."""
         self.failure = failure
-        self._end()
+        self.release()
+        self._ended.set()
 
-    def _try(self, piece: int, buffer: Any, lane: Lane) -> None:
+    def _try(self, piece: int, number: int, lane: Lane) -> None:
         if lane.stopping:
             self.failure = CLOSED
             return
         try:
-            self.move(piece, buffer)
+            # Nobody holds the buffer when the job has ended.
+            self.move(piece, lane.buffers[number])
         except Exception as problem:  # whatever it is, the caller must hear of it rather than wait for ever
             self.failure = self.describe(problem)
 
-    def _end(self) -> None:
-        self.release()
-        self._ended.set()
-
 
 class Lane:
-    """Jobs in order, with one thread for each of the given buffers; threads start with the first job.
+    """Jobs in order, with so many threads, which start with the first job.
 
     Attributes:
         stopping: whether no further piece is started.
+        buffers: one for each thread. They are there before a job is queued, and stay while one runs.
     """
 
-    def __init__(self, name: str, buffers: Sequence[Any]) -> None:
+    def __init__(self, name: str, workers: int, buffers: Sequence[Any] = ()) -> None:
         self.name = name
+        self.workers = workers
         self.stopping = False
-        self._buffers = list(buffers)
+        self.buffers = list(buffers)
+        self._running = 0
         self._threads: list[threading.Thread] = []
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._lock = threading.RLock()
@@ -129,6 +132,7 @@ class Lane:
             open_still = not self.stopping
             if open_still:
                 self._start()
+                self._running += 1
                 # one entry for each thread that can work on it
                 for _ in range(min(len(self._threads), job.pieces)):
                     self._queue.put(job)
@@ -143,7 +147,6 @@ class Lane:
             if self.stopping:
                 return
             self.stopping = True
-            self._buffers.clear()
             for _ in self._threads:
                 self._queue.put(None)
 
@@ -155,11 +158,21 @@ class Lane:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def idle(self) -> bool:
+        """Whether every job has ended."""
+        with self._lock:
+            return not self._running
+
+    def ended(self) -> None:
+        """One of its jobs has ended."""
+        with self._lock:
+            self._running -= 1
+
     def _start(self) -> None:
         if self._threads:
             return
-        for number, buffer in enumerate(self._buffers):
-            thread = threading.Thread(target=_serve, args=(self, buffer), name=f"recoup-{self.name}-{number}", daemon=True)
+        for number in range(self.workers):
+            thread = threading.Thread(target=_serve, args=(self, number), name=f"recoup-{self.name}-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -167,9 +180,9 @@ class Lane:
         return self._queue.get()
 
 
-def _serve(lane: Lane, buffer: Any) -> None:
+def _serve(lane: Lane, number: int) -> None:
     while (job := lane._take()) is not None:
-        job.run(buffer, lane)
+        job.run(number, lane)
         del job  # nothing is held while the lane waits for another
 
 
