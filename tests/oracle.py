@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, combinations, product
+from itertools import chain, combinations, islice, product
 
 from hypothesis import strategies as st
 
@@ -40,15 +40,21 @@ def schedules(graph: StepGraph, executor: Capabilities, limit: int = LIMIT) -> I
     Raises:
         TooMany: there are more than ``limit``.
     """
-    index, left = replays(graph), limit
     assert len(graph.backwards) <= 1, "a trigger of one pass would be one of the others too"
+    # To list them is cheaper than to simulate them: that there are too many is known before the first is simulated.
+    listed = list(islice(_listed(graph, executor), limit + 1))
+    if len(listed) > limit:
+        raise TooMany(f"more than {limit} schedules")
+    for recompute, held_from in listed:
+        lived = run(graph, recompute, held_from)
+        yield recompute, held_from, int(lived.bytes_at.max(initial=0)), lived.seconds(executor)
+
+
+def _listed(graph: StepGraph, executor: Capabilities) -> Iterator[tuple[frozenset[int], dict[int, int]]]:
+    index = replays(graph)
     for recompute in runnables(index, executor):
         for held_from in _Walk(index, recompute).waits(executor.rebuilds_again, graph.root_calls > 1):
-            left -= 1
-            if left < 0:
-                raise TooMany(f"more than {limit} schedules")
-            lived = run(graph, recompute, held_from)
-            yield recompute, held_from, int(lived.bytes_at.max(initial=0)), lived.seconds(executor)
+            yield recompute, held_from
 
 
 def runnables(index: Replays, executor: Capabilities) -> Iterator[frozenset[int]]:

@@ -60,7 +60,7 @@ def test_the_time_limit_is_no_error(graph):
 
 
 def test_frontier_is_monotone_and_carries_proofs():
-    small = graphs.transformer(3)
+    small = graphs.transformer(2)
     told = []
     points = frontier(small, gear="live", progress=lambda done, total, text: told.append((done, total)))
     optimal = [point for point in points if point.strategy == "optimal"]

@@ -239,7 +239,7 @@ def test_of_several_links_the_best_is_taken(graph, one, other, share):
 
 
 def test_a_frontier_with_a_link_falls_and_begins_lower():
-    graph = graphs.transformer(blocks=3, tokens=512, width=128, heads=4)
+    graph = graphs.transformer(blocks=2, tokens=512, width=128, heads=4)
     points = frontier(graph, strategies=["optimal"], gear="static", offload=host(1e9), time_limit_seconds=5)
     joint = [point for point in points if point.strategy == "joint"]
     alone = [point for point in points if point.strategy == "optimal"]

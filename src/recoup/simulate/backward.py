@@ -82,6 +82,9 @@ class _Run:
         self.reached: set[int] = set()
         # Held storages that were made beside other results, with the writes in place that have yet to run.
         self.unfinished: dict[int, list[int]] = {}
+        # Found when they are first asked for: the dropped storages that an operation reads, and that a storage is made from.
+        self.dropped_reads: dict[int, tuple[int, ...]] = {}
+        self.dropped_inputs: dict[int, tuple[int, ...]] = {}
         self.live = 0
         self.gap = 0
         self.number = -1
@@ -121,33 +124,48 @@ class _Run:
 
     def _advance(self, gap: int) -> None:
         self.gap = gap
-        for until in [until for until in self.expiring if until <= gap]:
-            self.live -= self.expiring.pop(until)
+        if self.expiring:
+            for until in [until for until in self.expiring if until <= gap]:
+                self.live -= self.expiring.pop(until)
 
-    def _read(self, op: int) -> list[int]:
+    def _read(self, op: int) -> tuple[int, ...]:
         """The dropped storages that an operation reads."""
-        return [u for u in self.index.foreign[op] if u in self.recompute]
+        found = self.dropped_reads.get(op)
+        if found is None:
+            found = self.dropped_reads[op] = tuple(u for u in self.index.foreign[op] if u in self.recompute)
+        return found
+
+    def _needs(self, v: int) -> tuple[int, ...]:
+        """The dropped storages that a dropped one is made from."""
+        found = self.dropped_inputs.get(v)
+        if found is None:
+            found = self.dropped_inputs[v] = tuple(u for u in self.index.inputs_of[v] if u in self.recompute)
+        return found
 
     def _rebuild(self, v: int) -> None:
         wanted = self._wanted(v)
-        todo = sorted({op for u in wanted for op in self._missing(u)})
+        if self.unfinished:
+            todo = sorted({op for u in wanted for op in self._missing(u)})
+        else:
+            todo = sorted({op for u in wanted for op in self.index.ops_of[u]})
         beside = self._beside(todo, wanted)
-        holding = {u for u in (*wanted, *beside) if u == v or u in self.held or self.held_from.get(u, v) in self.reached}
+        held, held_from, reached = self.held, self.held_from, self.reached
+        holding = {u for u in (*wanted, *beside) if u == v or u in held or held_from.get(u, v) in reached}
         # Transient copies go with their last reader in this replay.
         reads: dict[int, int] = {}
-        for op in todo:
-            for u in self.index.foreign[op]:
-                if u in wanted and u not in holding:
-                    reads[u] = reads.get(u, 0) + 1
-        ran = set(todo)
-        for u in beside:
-            left = [op for op in self.index.ops_of[u] if op not in ran]
-            if u in holding and left:
-                self.unfinished[u] = left
-        transient: dict[int, Copy] = {}
-        for op in todo:
-            self._replay(op, holding, reads, transient)
-        for u in wanted:
+        if passing := wanted - holding:
+            for op in todo:
+                for u in self._read(op):
+                    if u in passing:
+                        reads[u] = reads.get(u, 0) + 1
+        if beside:
+            ran = set(todo)
+            for u in beside:
+                left = [op for op in self.index.ops_of[u] if op not in ran]
+                if u in holding and left:
+                    self.unfinished[u] = left
+        self._replay(todo, holding, reads)
+        for u in wanted if self.unfinished else ():
             self.unfinished.pop(u, None)
 
     def _missing(self, v: int) -> Sequence[int]:
@@ -155,60 +173,65 @@ class _Run:
         return self.unfinished.get(v, ()) if v in self.held else self.index.ops_of[v]
 
     def _wanted(self, v: int) -> set[int]:
-        wanted, stack = {v}, [v]
+        wanted, stack, held, unfinished = {v}, [v], self.held, self.unfinished
         while stack:
             w = stack.pop()
-            for u in (u for op in self._missing(w) for u in self.index.reads[op]):
-                if u in self.recompute and u not in wanted and (u not in self.held or u in self.unfinished):
+            needs = (u for op in unfinished[w] for u in self.index.reads[op] if u in self.recompute) if w in unfinished else self._needs(w)
+            for u in needs:
+                if u not in wanted and (u not in held or u in unfinished):
                     wanted.add(u)
                     stack.append(u)
         return wanted
 
     def _beside(self, todo: list[int], wanted: set[int]) -> list[int]:
         """Other dropped storages that these operations make, which may be asked for later."""
-        made = (u for op in todo for u in self.index.produced[op])
+        made = (u for op in todo if op in self.index.joint for u in self.index.produced[op])
         return [u for u in made if u in self.recompute and u not in wanted and u not in self.held and self.asks.get(u, 0) > 0]
 
-    def _replay(self, op: int, holding: set[int], reads: dict[int, int], transient: dict[int, Copy]) -> None:
-        index, done = self.index, self.done
-        number = len(done.ops)
-        self.live += index.produced_bytes[op]
-        done.ops.append(op)
-        done.events.append(self.number)
-        done.gaps.append(self.gap)
-        done.live.append(self.live + int(index.scratch[op]))
-        for v in index.produced[op]:
-            copy = Copy(v, self.gap, number)
-            done.copies.append(copy)
-            if v in holding:
-                self.held[v] = copy
-            elif reads.get(v, 0):
-                transient[v] = copy
-            else:
-                self._end(copy)
-        for v in index.own[op]:
-            if v in holding and op in index.ops_of[v]:
-                self._no_longer_ask(self._made(op))
-        for u in index.foreign[op]:
-            if u in reads:
-                reads[u] -= 1
-                if not reads[u] and u in transient:
-                    self._end(transient.pop(u))
+    def _replay(self, todo: list[int], holding: set[int], reads: dict[int, int]) -> None:
+        """Run these operations; ``reads`` says of each transient copy how often it is still to be read."""
+        index, done, held, gap = self.index, self.done, self.held, self.gap
+        produced, made_bytes, scratch = index.produced, index.produced_bytes, index.scratch
+        transient: dict[int, Copy] = {}
+        for number, op in enumerate(todo, len(done.ops)):
+            self.live += made_bytes[op]
+            done.ops.append(op)
+            done.events.append(self.number)
+            done.gaps.append(gap)
+            done.live.append(self.live + scratch.item(op))
+            for v in produced[op]:
+                copy = Copy(v, gap, number)
+                done.copies.append(copy)
+                if v in holding:
+                    held[v] = copy
+                elif reads.get(v, 0):
+                    transient[v] = copy
+                else:
+                    self._end(copy)
+            for v in index.own[op]:
+                if v in holding and op in index.ops_of[v]:
+                    self._no_longer_ask(self._made(op))
+            for u in self._read(op) if reads else ():
+                if u in reads:
+                    reads[u] -= 1
+                    if not reads[u] and u in transient:
+                        self._end(transient.pop(u))
 
-    def _made(self, op: int) -> list[int]:
+    def _made(self, op: int) -> Sequence[int]:
         """An operation has been replayed for one more storage that is held; what it asks for no longer."""
         self.pending[op] -= 1
-        return [] if self.pending[op] else self._read(op)
+        return () if self.pending[op] else self._read(op)
 
-    def _no_longer_ask(self, storages: list[int]) -> None:
+    def _no_longer_ask(self, storages: Sequence[int]) -> None:
         """One reason less to have these storages, and where it was the last one, to have what they are rebuilt from."""
-        while storages:
-            v = storages.pop()
+        left = list(storages)
+        while left:
+            v = left.pop()
             self.asks[v] -= 1
             if self.asks[v]:
                 continue
             for op in self._missing(v):
-                storages.extend(self._made(op))
+                left.extend(self._made(op))
             self.unfinished.pop(v, None)
             if v in self.held:
                 self._let_go(v)

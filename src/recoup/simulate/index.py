@@ -67,6 +67,8 @@ class Replays:
         self.produced_bytes: list[int] = [sum(self.bytes[v] for v in ids) for ids in produced]
         # What an operation makes or writes is its own: it is not one of the inputs that must be there before.
         self.own: list[frozenset[int]] = [frozenset(ids) for ids in makers]
+        # The operations that make or write several storages.
+        self.joint: frozenset[int] = frozenset(op for op, ids in enumerate(makers) if len(ids) > 1)
         self.foreign: list[tuple[int, ...]] = [tuple(v for v in self.reads[o] if v not in self.own[o]) for o in range(self.count)]
         self.inputs_of: list[tuple[int, ...]] = [
             tuple(dict.fromkeys(u for op in ops for u in self.reads[op] if u != v)) for v, ops in enumerate(self.ops_of)

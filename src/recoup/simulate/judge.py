@@ -192,8 +192,9 @@ def run(graph: StepGraph, recompute: frozenset[int], held_from: Mapping[int, int
 
 
 class _Buffers(NamedTuple):
-    """The transfers' buffers stand during the recorded operations from ``first_gap`` to ``end_gap``, and replays up to ``last_fetch``."""
+    """The transfers' buffers, ``count`` bytes, stand from operation ``first_gap`` to ``end_gap``, and at replays to ``last_fetch``."""
 
+    count: int
     first_gap: int
     end_gap: int
     last_fetch: int
@@ -230,49 +231,60 @@ class Run:
             self.ends[v] = max(int(self.ends[v]), forced.get(v, asked.get(v, int(self.index.dies[v]))))
 
     def _timeline(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        index, count = self.index, self.index.count
+        index, count, replayed = self.index, self.index.count, self.replayed
         during, across = alive_bytes(index, self.ends)
-        copies = np.zeros(count + 1, dtype=np.int64)
-        for copy in self.replayed.copies:
-            end = min(copy.until, count)
-            if end > copy.gap:
-                copies[copy.gap] += index.bytes[copy.storage]
-                copies[end] -= index.bytes[copy.storage]
         states = self._generator_states()
         ahead, ahead_at = self._ahead()
-        staging = self.offload.link.staging_bytes if self.offload is not None and self.offloaded else 0
-        buffers = self._buffers() if staging else None
-        at = during + np.cumsum(copies)[:count] + index.scratch[:count] + states + ahead
-        if buffers is not None:
-            at[buffers.first_gap : buffers.end_gap] += staging
+        buffers = self._buffers()
+        at = during + self._copied() + index.scratch[:count] + states + ahead
+        at[buffers.first_gap : buffers.end_gap] += buffers.count
         moments = np.full(count, -1, dtype=np.int64)
-        for number, (gap, live) in enumerate(zip(self.replayed.gaps, self.replayed.live, strict=True)):
+        if replayed.ops:
             # A backward may unpack after the last operation; its replays count with that operation.
-            place = min(gap, count - 1)
-            total = int(across[gap]) + live + int(states[place]) + int(ahead_at[self.replayed.events[number]])
-            if buffers is not None and number <= buffers.last_fetch:
-                total += staging
-            if total > at[place]:
-                at[place], moments[place] = total, number
+            gaps, events = np.array(replayed.gaps), np.array(replayed.events)
+            places = np.minimum(gaps, count - 1)
+            totals = across[gaps] + np.array(replayed.live) + states[places] + ahead_at[events]
+            totals[: buffers.last_fetch + 1] += buffers.count
+            most = at.copy()
+            np.maximum.at(most, places, totals)
+            # Of equal ones the first counts: it is written last.
+            peaks = np.flatnonzero((totals == most[places]) & (totals > at[places]))[::-1]
+            moments[places[peaks]] = peaks
+            at = most
         return at, moments
 
     def _buffers(self) -> _Buffers:
         """When the transfers' buffers stand. Where something is never asked for they stay to the end."""
-        assert self.offload is not None
+        if self.offload is None or not self.offloaded or not self.offload.link.staging_bytes:
+            return _Buffers(0, 0, 0, -1)
+        taken, ops, count = self.offload.link.staging_bytes, self.replayed.ops, self.index.count
         puts = puts_of(self.index.graph, self.offloaded)
-        first = min((gap for gap, _ in puts), default=self.index.count)
-        fetches = [number for number, op in enumerate(self.replayed.ops) if op < 0]
-        if len({self.replayed.ops[number] for number in fetches}) < len(puts):
-            return _Buffers(first, self.index.count, len(self.replayed.ops))
+        first = min((gap for gap, _ in puts), default=count)
+        fetches = [number for number, op in enumerate(ops) if op < 0]
+        if len({ops[number] for number in fetches}) < len(puts):
+            return _Buffers(taken, first, count, len(ops))
         last = fetches[-1]
-        return _Buffers(first, max(min(self.replayed.gaps[last], self.index.count), first), last)
+        return _Buffers(taken, first, max(self.replayed.gaps[last], first), last)
+
+    def _copied(self) -> NDArray[np.int64]:
+        """Bytes of copies at each recorded operation."""
+        size, count = self.index.bytes, self.index.count
+        lives = [(copy.gap, min(copy.until, count), size[copy.storage]) for copy in self.replayed.copies if copy.until > copy.gap < count]
+        change = np.zeros(count + 1, dtype=np.int64)
+        if lives:
+            starts, ends, sizes = np.array(lives, dtype=np.int64).T
+            np.add.at(change, starts, sizes)
+            np.add.at(change, ends, -sizes)
+        return np.cumsum(change[:count])
 
     def _ahead(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes fetched and not asked for yet: at each operation, and while each unpack event is served."""
         index = self.index
         at = np.zeros(index.count + 1, dtype=np.int64)
         during = np.zeros(len(index.events) + 2, dtype=np.int64)
-        for ahead in self.transfers.ahead if self.transfers is not None else ():
+        if self.transfers is None:
+            return at[: index.count], during
+        for ahead in self.transfers.ahead:
             count = index.bytes[ahead.storage]
             start = index.events[ahead.issued].gap
             end = index.events[ahead.asked].gap if ahead.asked < len(index.events) else index.count
@@ -388,8 +400,8 @@ class Run:
             stand = moment.replay <= buffers.last_fetch
         else:
             stand = buffers.first_gap <= moment.at < buffers.end_gap
-        if self.offload.link.staging_bytes and stand:
-            found.append((STAGING, self.offload.link.staging_bytes, "scratch"))
+        if buffers.count and stand:
+            found.append((STAGING, buffers.count, "scratch"))
         return found
 
     def _state(self, v: int, at: int) -> State:
