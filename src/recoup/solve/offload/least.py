@@ -16,7 +16,8 @@ from recoup.solve.strategy import Problem
 __all__ = ["joint_least"]
 
 _CACHE_KEY = "_recoup_joint_least"
-_TRIES = 300
+# Simulated plans for each start: few for large steps, so that the work, counted in simulated operations, stays the same.
+_TRIES, _FEW_TRIES, _WORK, _OVERHEAD = 300, 20, 1_200_000, 150
 
 
 def joint_least(problem: Problem, spaces: Sequence[Space], recomputing: bool) -> JointJudged:
@@ -40,5 +41,6 @@ def _least(problem: Problem, spaces: Sequence[Space], recomputing: bool) -> Join
         if out.offload is not None and alone.recompute:
             rest = replace(out.offload, storages=out.offload.storages - alone.recompute)
             starts.append(judge_joint(index, alone.recompute, executor, alone.since, rest))
-        found.extend(search.lowered(start, _TRIES, 0) for start in starts)
+        tries = min(max(_WORK // (len(starts) * (_OVERHEAD + index.count)), _FEW_TRIES), _TRIES)
+        found.extend(search.lowered(start, tries, 0) for start in starts)
     return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))

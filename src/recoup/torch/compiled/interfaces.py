@@ -65,7 +65,7 @@ def inductor_compiler(options: Mapping[str, Any], **others: Any) -> Compiler:
     def compile_with(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: CustomPartitionerFn) -> Compiled:
         from torch._inductor.compile_fx import compile_fx
 
-        patches = {**options, "custom_partitioner_fn": partitioner}
+        patches = {**options, **_NOTHING_WAITS, "custom_partitioner_fn": partitioner}
         if getattr(partitioner, "moves", False):
             patches |= _EACH_BUFFER_ITS_OWN
         with _passing_through():
@@ -88,8 +88,10 @@ def aten_compiler() -> Compiler:
     return compile_with
 
 
+# Inductor keeps a dead buffer for a later one of its size, up to its own estimate of the peak. A plan counts it as gone.
+_NOTHING_WAITS = {"allow_buffer_reuse": False, "memory_planning": False}
 # A transfer still reads a buffer after its last use in the graph: what is on its way must not be written by whatever comes next.
-_EACH_BUFFER_ITS_OWN = {"allow_buffer_reuse": False, "inplace_buffers": False, "memory_planning": False, "triton.cudagraphs": False}
+_EACH_BUFFER_ITS_OWN = {**_NOTHING_WAITS, "inplace_buffers": False, "triton.cudagraphs": False}
 
 _DEPTH = threading.local()
 
