@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -25,7 +25,7 @@ from recoup.solve.strategy import Choice, Effort, Problem, Progress, Strategy
 from recoup.solve.warm import Warm
 from recoup.units import Budget, format_bytes, parse_budget
 
-__all__ = ["Decided", "best_of", "decide", "decide_all", "executors_of", "solve", "strategies_by_name", "strategy_of"]
+__all__ = ["Decided", "best_of", "bound_of", "decide", "decide_all", "executors_of", "solve", "strategies_by_name", "strategy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,11 @@ def solve(
     )  # fmt: skip
 
 
+def bound_of(strategy: Strategy) -> Callable[[Problem], float] | None:
+    """What proves a lower bound on the seconds of all plans that a strategy chooses from, infinite if none fits; None if nothing does."""
+    return bound_seconds if isinstance(strategy, Optimal) else strategy.bound_seconds if isinstance(strategy, Joint) else None
+
+
 def decide_all(
     graph: StepGraph,
     budget_bytes: int | None,
@@ -130,7 +135,7 @@ def decide_all(
     plan.
     """
     order, started = list(executors), time.perf_counter()
-    bound = bound_seconds if isinstance(strategy, Optimal) else strategy.bound_seconds if isinstance(strategy, Joint) else None
+    bound = bound_of(strategy)
     if bound is not None and budget_bytes is not None and len(order) > 1:
         bounds = {executor: bound(Problem(graph, budget_bytes, executor, seconds / len(order) / 2, warm=warm)) for executor in order}
         order.sort(key=lambda executor: bounds[executor])

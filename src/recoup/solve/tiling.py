@@ -20,8 +20,7 @@ from recoup.graph.tiled import piece_rows, tiled
 from recoup.graph.tiles import LOSS, TileRegion
 from recoup.plan import Capabilities, Decision, Plan
 from recoup.simulate import Simulation, simulate
-from recoup.solve.entry import Decided, best_of, decide_all
-from recoup.solve.optimal import Optimal, bound_seconds
+from recoup.solve.entry import Decided, best_of, bound_of, decide_all
 from recoup.solve.planning import gap_of
 from recoup.solve.strategy import Problem, Progress, Strategy
 from recoup.units import format_bytes
@@ -112,10 +111,8 @@ class _Search:
                 break
             self._solve(dict(key))
         if not any(decided.feasible for _, decided in self.found):
-            # Nothing fits: what needs the least says how far away that is.
-            self._solve({})
-            if losses or modules:
-                self._solve((losses[-1] if losses else {}) | (modules[-1] if modules else {}))
+            # Nothing fits: what needs the least, with the smallest pieces, says how far away that is.
+            self._solve((losses[-1] if losses else {}) | (modules[-1] if modules else {}))
         return self._result()
 
     def _lowest(self, tilings: list[Tiling]) -> list[Tiling]:
@@ -131,11 +128,12 @@ class _Search:
             return
         graph = tiled(self.graph, tiling)
         self._tell(len(self.bounds), f"bounding {tiles_in_words(tiling) or 'no tiles'}")
-        if not isinstance(self.strategy, Optimal):
+        of = bound_of(self.strategy)
+        if of is None:
             self.bounds[_key(tiling)] = simulate(graph).step_seconds
             return
         limit = self.seconds / 20
-        bound = min(bound_seconds(Problem(graph, self.budget_bytes, executor, limit)) for executor in self.executors)
+        bound = min(of(Problem(graph, self.budget_bytes, executor, limit)) for executor in self.executors)
         if bound < float("inf"):
             self.bounds[_key(tiling)] = bound
 
@@ -157,7 +155,7 @@ class _Search:
         for known, decided in self.found:
             if decided.choice.bound_seconds is not None and decided.choice.recompute:
                 bounds[_key(known)] = max(bounds.get(_key(known), 0.0), decided.choice.bound_seconds)
-        bound = min(bounds.values(), default=None) if isinstance(self.strategy, Optimal) else None
+        bound = min(bounds.values(), default=None) if bound_of(self.strategy) is not None else None
         if bound is not None:
             bound = min(bound, best.simulation.step_seconds)
         return Tiled(tiling, tiled(self.graph, tiling), best, bound)
