@@ -11,11 +11,15 @@ import jax
 from jax import lax
 
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
-WIDTH, ROWS, DEPTH = 32, 256, 6
+WIDTH, ROWS, DEPTH = 32, 128, 4
 
 
 def _weights(*shape: int) -> Any:
     return jax.random.normal(jax.random.key(0), shape) * 0.2
+
+
+def _rows() -> Any:
+    return jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 
 def _layer(x: Any, w: Any) -> Any:
@@ -28,14 +32,14 @@ def unrolled() -> Made:
             x = _layer(x, ws[i])
         return jnp.square(x).mean()
 
-    return loss, (_weights(DEPTH, WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)))
+    return loss, (_weights(DEPTH, WIDTH, WIDTH), _rows())
 
 
 def scanned() -> Made:
     def loss(ws: Any, x: Any) -> Any:
         return jnp.square(lax.scan(lambda x, w: (_layer(x, w), x.mean()), x, ws)[0]).mean()
 
-    return loss, (_weights(DEPTH, WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)))
+    return loss, (_weights(DEPTH, WIDTH, WIDTH), _rows())
 
 
 def reversed_outputs() -> Made:
@@ -50,7 +54,7 @@ def reversed_outputs() -> Made:
         (x, _), sums = lax.scan(turn, (x, 0), params["ws"], reverse=True)
         return jnp.square(x).mean() + jnp.square(sums).mean()
 
-    return loss, ({"ws": _weights(DEPTH, WIDTH, WIDTH), "shared": _weights(WIDTH, WIDTH)}, jnp.ones((ROWS, WIDTH)))
+    return loss, ({"ws": _weights(DEPTH, WIDTH, WIDTH), "shared": _weights(WIDTH, WIDTH)}, _rows())
 
 
 def nested() -> Made:
@@ -60,14 +64,14 @@ def nested() -> Made:
 
         return jnp.square(lax.scan(outer, x, ws)[0]).mean()
 
-    return loss, (_weights(4, 5, WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)))
+    return loss, (_weights(4, 5, WIDTH, WIDTH), _rows())
 
 
 def long_loop() -> Made:
     def loss(w: Any, x: Any) -> Any:
         return jnp.square(lax.scan(lambda x, _: (_layer(x, w), None), x, None, length=67)[0]).mean()
 
-    return loss, (_weights(WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)))
+    return loss, (_weights(WIDTH, WIDTH), _rows())
 
 
 def dropped_out() -> Made:
@@ -78,7 +82,7 @@ def dropped_out() -> Made:
             x = jnp.where(jax.random.bernoulli(now, 0.9, x.shape), x / 0.9, 0)
         return jnp.square(x).mean()
 
-    return loss, (_weights(DEPTH, WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)), jax.random.key(3))
+    return loss, (_weights(DEPTH, WIDTH, WIDTH), _rows(), jax.random.key(3))
 
 
 def dropped_out_in_loop() -> Made:
@@ -91,7 +95,7 @@ def dropped_out_in_loop() -> Made:
 
         return jnp.square(lax.scan(turn, (x, key), ws)[0][0]).mean()
 
-    return loss, (_weights(DEPTH, WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)), jax.random.key(3))
+    return loss, (_weights(DEPTH, WIDTH, WIDTH), _rows(), jax.random.key(3))
 
 
 def jit_inside() -> Made:
@@ -121,7 +125,7 @@ def loops_that_count() -> Made:
         scale = lax.while_loop(lambda s: s < 8.0, lambda s: s * 2, lax.stop_gradient(jnp.abs(x).mean()) + 1)
         return jnp.square(lax.fori_loop(0, 5, lambda i, x: _layer(x, w) / scale, x)).mean()
 
-    return loss, (_weights(WIDTH, WIDTH), jnp.ones((ROWS, WIDTH)))
+    return loss, (_weights(WIDTH, WIDTH), _rows())
 
 
 def own_rules() -> Made:

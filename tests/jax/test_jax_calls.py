@@ -7,6 +7,7 @@ from typing import Any
 
 import losses
 import numpy as np
+import planning
 import pytest
 
 import recoup.jax
@@ -15,18 +16,11 @@ from recoup.jax.recording import load, save
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-MOST = {"budget": "85%", "runs": 0, "measure": False, "time_limit_seconds": 2.0}
-
-
-@cache
-def fitted_to(make: Any) -> Any:
-    loss, args = make()
-    return recoup.jax.fit(loss, *args, **MOST)
 
 
 @cache
 def fitted_flagged() -> Any:
-    return recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **MOST)
+    return recoup.jax.fit(flagged, X, W, kwargs={"flag": True}, **planning.MOST)
 
 
 def flagged(x: Any, w: Any, flag: bool = False, *, times: int = 1) -> Any:
@@ -49,7 +43,7 @@ def test_a_flag_is_taken_by_position_and_by_keyword(args: Any, kwargs: Any) -> N
 
 
 def test_partial_binds_a_flag() -> None:
-    fitted = recoup.jax.fit(partial(flagged, flag=True), X, W, **MOST)
+    fitted = recoup.jax.fit(partial(flagged, flag=True), X, W, **planning.MOST)
     np.testing.assert_allclose(jax.grad(fitted)(X, W), jax.grad(lambda x: flagged(x, W, True))(X), rtol=1e-4, atol=1e-9)
 
 
@@ -90,7 +84,7 @@ def test_auxiliary_results_come_along() -> None:
             x = jnp.tanh(jnp.sin(x @ w) + x)
         return jnp.square(x).mean(), {"last": x, "rows": x.shape[0]}
 
-    fitted = recoup.jax.fit(loss, W, X, has_aux=True, **MOST)
+    fitted = recoup.jax.fit(loss, W, X, has_aux=True, **planning.MOST)
     (value, aux), grads = jax.jit(jax.value_and_grad(fitted, has_aux=True))(W, X)
     (want, known), slopes = jax.jit(jax.value_and_grad(loss, has_aux=True))(W, X)
     np.testing.assert_allclose(value, want, rtol=1e-6)
@@ -99,25 +93,25 @@ def test_auxiliary_results_come_along() -> None:
 
 
 def test_gradients_that_the_plan_was_not_made_for_are_right() -> None:
-    fitted, (loss, (ws, x)) = fitted_to(losses.scanned), losses.scanned()
+    fitted, (loss, (ws, x)) = planning.fitted(losses.scanned), losses.scanned()
     np.testing.assert_allclose(jax.grad(fitted, argnums=1)(ws, x), jax.grad(loss, argnums=1)(ws, x), rtol=1e-4, atol=1e-9)
 
 
 def test_other_shapes_run_the_same_decisions() -> None:
-    fitted, (loss, (ws, x)) = fitted_to(losses.scanned), losses.scanned()
+    fitted, (loss, (ws, x)) = planning.fitted(losses.scanned), losses.scanned()
     np.testing.assert_allclose(jax.grad(fitted)(ws, x[:7]), jax.grad(loss)(ws, x[:7]), rtol=1e-4, atol=1e-9)
     assert len(fitted.signatures) == 2
 
 
 def test_a_plan_of_another_loss_is_refused_with_the_first_difference() -> None:
-    fitted = fitted_to(losses.unrolled)
+    fitted = planning.fitted(losses.unrolled)
     loss, args = losses.scanned()
     with pytest.raises(PlanMismatch, match="which loss does not have"):
         recoup.jax.apply(loss, fitted.plan, *args)
 
 
 def test_a_donated_argument_and_an_update_in_the_step() -> None:
-    fitted, (loss, (ws, x)) = fitted_to(losses.unrolled), losses.unrolled()
+    fitted, (loss, (ws, x)) = planning.fitted(losses.unrolled), losses.unrolled()
 
     def update(function: Any, ws: Any, x: Any) -> Any:
         return ws - 0.1 * jax.grad(function)(ws, x)
@@ -132,7 +126,7 @@ def test_a_donated_argument_and_an_update_in_the_step() -> None:
 
 @pytest.mark.newest
 def test_vmap_and_a_second_derivative_go_through_a_planned_loss() -> None:
-    fitted, (loss, (ws, x)) = fitted_to(losses.unrolled), losses.unrolled()
+    fitted, (loss, (ws, x)) = planning.fitted(losses.unrolled), losses.unrolled()
     several = jnp.stack([x, x * 2])
     np.testing.assert_allclose(
         jax.vmap(jax.grad(fitted), (None, 0))(ws, several), jax.vmap(jax.grad(loss), (None, 0))(ws, several), rtol=1e-4, atol=1e-8
@@ -165,8 +159,7 @@ def test_arguments_laid_over_two_devices(explicit: bool) -> None:
 
 @pytest.mark.newest
 def test_recordings_and_plans_survive_the_file(tmp_path: Any) -> None:
-    loss, args = losses.nested()
-    recording = recoup.jax.record(loss, *args, runs=0)
+    recording = planning.recorded(losses.nested).recording
     save(recording, tmp_path / "step.graph.json.gz")
     again = load(tmp_path / "step.graph.json.gz")
     assert again == recording
@@ -176,12 +169,12 @@ def test_recordings_and_plans_survive_the_file(tmp_path: Any) -> None:
     from recoup.plan.file import load_plan
 
     assert load_plan(tmp_path / "plan.json") == plan
+    loss, args = losses.nested()
     assert recoup.jax.verify(loss, load_plan(tmp_path / "plan.json"), *args, measure=False).passed
 
 
 def test_plans_repeat() -> None:
-    loss, args = losses.attention()
-    first, second = (recoup.jax.record(loss, *args, runs=0) for _ in range(2))
+    first, second = planning.recorded(losses.attention).recording, planning.recorded_of(*losses.attention()).recording
     assert first.fingerprint == second.fingerprint
     plans = [recoup.jax.solve(recording, "75%") for recording in (first, second)]
     assert plans[0].decisions == plans[1].decisions

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import losses
 import numpy as np
 import pytest
+from planning import fitted, recorded
 
 import recoup.jax
 from recoup.errors import InfeasibleBudget
@@ -27,29 +28,19 @@ def _least(recording: recoup.jax.Recording) -> int:
     return caught.value.least_bytes
 
 
-def _graph_only(recording: recoup.jax.Recording) -> recoup.jax.Recording:
-    """The recording as if nothing were known of what XLA saves by itself, so that loose budgets make plans too."""
-    import msgspec
-
-    return msgspec.structs.replace(recording, graph=msgspec.structs.replace(recording.graph, measured_peak_bytes=None))
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("make", losses.ALL, ids=lambda make: make.__name__)
 def test_plans_keep_gradients_and_residual_bytes(make: Callable[[], losses.Made]) -> None:
-    loss, args = make()
-    recording = recoup.jax.record(loss, *args, runs=0)
+    recording = recorded(make).recording
     check(recording.graph)
     for body in recording.bodies():
         check(body.graph)
-    recording = _graph_only(recording)
     whole, least = unplanned_peak_bytes(recording), _least(recording)
     for budget in {(3 * least + whole) // 4, *([least] if make in (losses.unrolled, losses.scanned) else [])}:
         plan = recoup.jax.solve(recording, budget)
         assert not plan.drops_nothing
         assert plan.peak_bytes <= budget
-        seen = recoup.jax.verify(loss, plan, *args, measure=False)
-        verdicts = {check.name: check for check in seen.checks}
+        seen, verdicts = recorded(make).verified(plan)
         assert verdicts["residual bytes"].passed, verdicts["residual bytes"].detail
         assert verdicts["values and gradients"].passed, verdicts["values and gradients"].detail
         assert seen.residual_bytes <= budget
@@ -60,54 +51,52 @@ _MARKED = [pytest.param(losses.unrolled, marks=pytest.mark.newest), pytest.param
 
 @pytest.mark.parametrize("make", [*_MARKED, losses.scanned, losses.attention], ids=lambda make: make.__name__)
 def test_fit_brings_the_compiled_step_within_the_budget(make: Callable[[], losses.Made]) -> None:
-    loss, args = make()
-    fitted = recoup.jax.fit(loss, *args, budget="80%", runs=0, measure=False)
-    seen = fitted.verification
+    found = fitted(make)
+    seen = found.verification
     assert seen.passed
-    assert seen.peak_bytes <= fitted.plan.budget_bytes < seen.unplanned_peak_bytes
+    assert seen.peak_bytes <= found.plan.budget_bytes < seen.unplanned_peak_bytes
     assert seen.residual_bytes < seen.unplanned_residual_bytes
-    assert seen.peak_bytes <= fitted.plan.peak_bytes
+    assert seen.peak_bytes <= found.plan.peak_bytes
 
 
 @pytest.mark.newest
 def test_residual_bytes_of_the_graph_are_those_of_jax() -> None:
-    loss, args = losses.unrolled()
-    recording = recoup.jax.record(loss, *args, runs=0)
+    recording = recorded(losses.unrolled).recording
     assert graph_residual_bytes(recording.graph, frozenset()) <= recording.unplanned_residual_bytes
 
 
 def test_a_long_loop_is_split_where_its_carries_do_not_fit() -> None:
-    loss, args = losses.long_loop()
-    recording = recoup.jax.record(loss, *args, runs=0)
+    step = recorded(losses.long_loop)
+    recording = step.recording
     (body,) = recording.loops
     carries = body.turns * body.carry_bytes
     plan = recoup.jax.solve(recording, recording.graph.resident_bytes + carries // 2)
     assert set(plan.stretches) == {body.name}
     assert all(1 < length < body.turns for lengths in plan.stretches.values() for length in lengths)
-    seen = recoup.jax.verify(loss, plan, *args, measure=False)
+    seen, _ = step.verified(plan)
     assert seen.residual_bytes < carries // 2
     assert seen.peak_bytes < seen.unplanned_peak_bytes / 2
 
 
-@pytest.mark.parametrize("stretches", [(2,), (33,), (16, 4, 2)])
-@pytest.mark.parametrize("make", [losses.long_loop, losses.reversed_outputs], ids=lambda make: make.__name__)
+_SPLITS = [(losses.long_loop, (33,)), (losses.long_loop, (16, 4, 2)), (losses.reversed_outputs, (2,)), (losses.reversed_outputs, (3, 2))]
+
+
+@pytest.mark.parametrize(("make", "stretches"), _SPLITS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_any_split_gives_the_same_gradients(make: Callable[[], losses.Made], stretches: tuple[int, ...]) -> None:
-    loss, args = make()
-    recording = recoup.jax.record(loss, *args, runs=0)
-    (body,) = recording.loops
+    step = recorded(make)
+    (body,) = step.recording.loops
     plan = Plan(
-        frontend="jax", gear="jit", fingerprint=recording.fingerprint, strategy="by hand", peak_bytes=1 << 30, step_seconds=1,
+        frontend="jax", gear="jit", fingerprint=step.recording.fingerprint, strategy="by hand", peak_bytes=1 << 30, step_seconds=1,
         unplanned_peak_bytes=1 << 30, unplanned_step_seconds=1, stretches={body.name: stretches},
     )  # fmt: skip
-    seen = recoup.jax.verify(loss, plan, *args, measure=False)
-    assert next(check for check in seen.checks if check.name == "values and gradients").passed
+    _, verdicts = step.verified(plan)
+    assert verdicts["values and gradients"].passed
     # The plan was written by hand, but what it hands over is told by the graph all the same.
-    assert "the plan says" not in next(check for check in seen.checks if check.name == "residual bytes").detail
+    assert "the plan says" not in verdicts["residual bytes"].detail
 
 
 def test_more_budget_never_takes_more_time_and_the_bound_holds() -> None:
-    loss, args = losses.scanned()
-    recording = _graph_only(recoup.jax.record(loss, *args, runs=0))
+    recording = recorded(losses.scanned).recording
     whole, least = unplanned_peak_bytes(recording), _least(recording)
     plans = [recoup.jax.solve(recording, least + (whole - least) * part // 8) for part in range(9)]
     times = [plan.step_seconds for plan in plans]
@@ -118,26 +107,23 @@ def test_more_budget_never_takes_more_time_and_the_bound_holds() -> None:
 
 def test_what_fits_is_left_as_it_is() -> None:
     loss, args = losses.unrolled()
-    fitted = recoup.jax.fit(loss, *args, budget="100%", runs=0, measure=False)
-    assert fitted.plan.drops_nothing
-    assert jax.make_jaxpr(fitted)(*args).jaxpr.eqns[-1].primitive.name != "custom_vjp_call"
+    found = recoup.jax.fit(loss, *args, budget="100%", runs=0, measure=False)
+    assert found.plan.drops_nothing
+    assert jax.make_jaxpr(found)(*args).jaxpr.eqns[-1].primitive.name != "custom_vjp_call"
 
 
 def test_an_infeasible_budget_says_the_least() -> None:
-    loss, args = losses.unrolled()
-    recording = recoup.jax.record(loss, *args, runs=0)
+    recording = recorded(losses.scanned).recording
     least = _least(recording)
     assert recoup.jax.solve(recording, least).peak_bytes <= least
 
 
 def test_simulated_recording_matches_its_own_rules_under_a_plan() -> None:
-    loss, args = losses.attention()
-    recording = _graph_only(recoup.jax.record(loss, *args, runs=0))
+    recording = recorded(losses.attention).recording
     plan = recoup.jax.solve(recording, "60%")
     assert simulate(recording.graph, executor=JIT).peak_bytes >= plan.peak_bytes
 
 
 def test_values_of_a_planned_loss_outside_of_jit() -> None:
     loss, args = losses.scanned()
-    fitted = recoup.jax.fit(loss, *args, budget="80%", runs=0, measure=False)
-    np.testing.assert_allclose(np.asarray(fitted(*args)), np.asarray(loss(*args)), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(fitted(losses.scanned)(*args)), np.asarray(loss(*args)), rtol=1e-5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import losses
-import msgspec
 import pytest
+from planning import recorded
 
 import recoup.jax
 from recoup.errors import UsageError
@@ -31,6 +31,10 @@ def tagged(ws: Any, x: Any) -> Any:
 WS, X = jnp.ones((4, 32, 32)) / 16, jnp.ones((256, 32))
 
 
+def _tagged() -> losses.Made:
+    return tagged, (WS, X)
+
+
 def _by_hand(recording: recoup.jax.Recording, **actions: str) -> Plan:
     decisions = tuple(
         Decision(site=site, action=action, bytes=0)
@@ -42,7 +46,7 @@ def _by_hand(recording: recoup.jax.Recording, **actions: str) -> Plan:
 
 
 def test_tags_are_found_with_their_bytes() -> None:
-    recording = recoup.jax.record(tagged, WS, X, runs=0)
+    recording = recorded(_tagged).recording
     assert set(recording.names) == {"hidden", "out"}
     from recoup.jax.export import named_bytes
 
@@ -50,14 +54,14 @@ def test_tags_are_found_with_their_bytes() -> None:
 
 
 def test_sites_have_the_names_of_scopes_and_collapse_over_layers() -> None:
-    recording = recoup.jax.record(tagged, WS, X, runs=0)
+    recording = recorded(_tagged).recording
     assert list(recording.names["hidden"]) == [f"layers.{layer}/tanh" for layer in range(4)]
     assert recording.graph.blocks == tuple(f"layers.{layer}" for layer in range(4))
 
 
 @pytest.mark.newest
 def test_a_plan_as_a_tensor_map_and_as_a_policy() -> None:
-    recording = recoup.jax.record(tagged, WS, X, runs=0)
+    recording = recorded(_tagged).recording
     plan = _by_hand(recording, hidden="recompute")
     assert recoup.jax.maxtext(recording, plan) == {"hidden": "remat", "out": "device"}
     under = jax.checkpoint(tagged, policy=recoup.jax.policy(recording, plan))
@@ -70,23 +74,21 @@ _UNKNOWN = "no value of the step is named 'hiden'; names in it: hidden, out"
 
 @pytest.mark.parametrize(("names", "message"), [(["hiden"], _UNKNOWN), (["out", "out"], "twice")])
 def test_a_misspelt_name_is_refused(names: list[str], message: str) -> None:
-    recording = recoup.jax.record(tagged, WS, X, runs=0)
+    recording = recorded(_tagged).recording
     with pytest.raises(UsageError, match=message):
         recoup.jax.maxtext(recording, _by_hand(recording), names)
 
 
 def test_a_policy_needs_names() -> None:
-    loss, args = losses.unrolled()
-    recording = recoup.jax.record(loss, *args, runs=0)
+    recording = recorded(losses.unrolled).recording
     with pytest.raises(UsageError, match="checkpoint_name"):
         recoup.jax.policy(recording, _by_hand(recording))
 
 
 @pytest.mark.newest
 def test_offloading_takes_what_comes_back_sooner() -> None:
-    loss, args = losses.attention()
-    recording = recoup.jax.record(loss, *args, runs=0)
-    recording = msgspec.structs.replace(recording, graph=msgspec.structs.replace(recording.graph, measured_peak_bytes=None))
+    step = recorded(losses.attention)
+    recording = step.recording
     plan = recoup.jax.solve(recording, int(unplanned_peak_bytes(recording) * 0.6))
     fast, slow = with_offload(recording, plan, Link(1e15)), with_offload(recording, plan, Link(1.0))
     assert slow == plan
@@ -95,8 +97,7 @@ def test_offloading_takes_what_comes_back_sooner() -> None:
     assert fast.recompute_sites == plan.recompute_sites - fast.offload_sites
     assert fast.step_seconds < plan.step_seconds
     assert recoup.jax.maxtext(recording, fast) == {}
-    seen = recoup.jax.verify(loss, fast, *args, measure=False)
-    verdicts = {check.name: check for check in seen.checks}
+    _, verdicts = step.verified(fast)
     assert verdicts["values and gradients"].passed
     assert verdicts["residual bytes"].passed, verdicts["residual bytes"].detail
 
