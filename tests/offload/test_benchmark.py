@@ -6,13 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from benchmarks import longer
 from benchmarks.offload import main
 from benchmarks.offload_report import FAST, JOINT, MOVES, RECOMPUTES, Row, arithmetic_table, peaks_table, removed, times_table
 from recoup.errors import UsageError
 from recoup.report.text import renderable_text
+from tests.offload.planning import LINK
 
 MIB = 2**20
 ALONE = Row(
@@ -75,6 +78,22 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert by_plan[FAST]["relative_time"] is None
     assert "out " in found["environment"]["options"]["measured_link"]
     assert "Can the link carry it?" in (tmp_path / "rows.txt").read_text()
+
+
+def test_longer_sequences(tmp_path: Path) -> None:
+    links, rows = tmp_path / "links.json", tmp_path / "rows.json"
+    links.write_text(json.dumps({"links": [json.loads(msgspec.json.encode(LINK))]}))
+    longer.main(
+        ["--workloads", "llama", "--tiny", "--offload-dir", str(tmp_path), "--link", str(links), "--lengths", "64", "16", "24",
+         "--threads", str(torch.get_num_threads()), "--seconds", "2", "--json", str(rows), "--out", str(tmp_path / "rows.txt")]
+    )  # fmt: skip
+    short, middle, long = json.loads(rows.read_text())["rows"]
+    assert [row["length"] for row in (short, middle, long)] == [16, 24, 64]
+    assert short["unplanned_token_seconds_ratio"] == 1
+    for row in (short, middle):
+        assert row["passed"] is True
+        assert row["measured_peak_bytes"] <= row["budget_bytes"] == short["unplanned_peak_bytes"]
+    assert long["note"].startswith("does not fit")
 
 
 def test_what_the_program_refuses(tmp_path: Path) -> None:
