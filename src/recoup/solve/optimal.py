@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recoup.solve.anneal import annealed
 from recoup.solve.checkmate import Checkmate
 from recoup.solve.classics import Revolve, Rotor
 from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, lower_peak, tries_for
 from recoup.solve.exchange import exchanged
+from recoup.solve.holds import can_wait
 from recoup.solve.least import least_judged
 from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
@@ -42,8 +44,9 @@ _EXACT = 6000
 _WHOLE, _WHOLE_NODES, _WHOLE_ROUNDS = 48, 100, 3
 _FEW, _DEEP = 500, 1.1
 _TINY = 24
-# Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many simulated operations.
-_EXCHANGED, _OPEN, _WORK = 600, 5e-3, 2_000_000
+# Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many operations are simulated
+# in plans over the budget and within it.
+_EXCHANGED, _OPEN, _ANNEALED, _WORK = 600, 5e-3, 5_000_000, 2_000_000
 # The gap at which a quick search stops, and which part of the local search it does.
 _QUICK_TOLERANCE, _QUICK_SHARE = 5e-3, 2
 # What is further above the best plan than that is not worth improving.
@@ -227,9 +230,11 @@ class _Search:
             return
         if not _TINY < len(self.frame.dropping) <= _EXCHANGED:
             return
-        self._tell("exchange")
-        remaining = self.problem.remaining_seconds
-        self._offer(exchanged(self.index, self.best, self.executor, self.frame.dropping, self.budget, enough, _WORK, remaining))
+        waits = can_wait(self.index) and self.executor.rebuilds_again
+        for search, work in ((annealed, _ANNEALED if waits else 0), (exchanged, _WORK)):
+            self._tell(search.__name__)
+            remaining = self.problem.remaining_seconds
+            self._offer(search(self.index, self.best, self.executor, self.frame.dropping, self.budget, enough, work, remaining))
 
     def _worthwhile(self) -> bool:
         """Whether the integer program may come nearer: not in large steps, nor where plans recompute much more than it counts."""
