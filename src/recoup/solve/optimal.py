@@ -28,6 +28,7 @@ from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
 from recoup.solve.strategy import Choice, Price, Problem, needed_budget
 from recoup.solve.survey import survey_of
+from recoup.solve.walls import walls_seconds
 
 __all__ = ["Optimal", "bound_seconds"]
 
@@ -105,7 +106,8 @@ class _Search:
             return Choice(frozenset(), self.index.base_seconds, "the unplanned step fits", price=Price(0.0))
         for known in self._handed_on():
             self._offer(known)
-        for stage in (self._glance,) if self.quick else (self._fixed, self.relax, self._chain, self._exact, self._learn, self._whole):
+        full = (self._fixed, self.relax, self._chain, self._walls, self._exact, self._learn, self._whole)
+        for stage in (self._glance,) if self.quick else full:
             if self.impossible or self._close() or self._late() or self.bound >= self.problem.useless_seconds:
                 break
             self._tell(stage.__name__.strip("_"))
@@ -187,6 +189,12 @@ class _Search:
         if len(self.frame.dropping) <= _FEW:
             for strategy in (Rotor(), Revolve()):
                 self._offer(judge_choice(self.index, strategy.choose(self.problem), self.executor))
+
+    def _walls(self) -> None:
+        """The bound that counts repeats."""
+        if len(self.frame.dropping) <= _EXCHANGED:
+            replayed = walls_seconds(self.index, self.executor, self.frame, self.budget)
+            self.bound = max(self.bound, self.survey.floor_seconds + replayed)
 
     def _exact(self) -> None:
         """The integer program with proven rows."""
