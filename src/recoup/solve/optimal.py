@@ -47,7 +47,7 @@ _FEW, _DEEP = 500, 1.1
 _TINY = 24
 # Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many operations are simulated
 # in plans over the budget and within it.
-_EXCHANGED, _OPEN, _ANNEALED, _WORK = 600, 5e-3, 5_000_000, 2_000_000
+_EXCHANGED, _OPEN, _ANNEALED, _WORK = 600, 5e-3, 4_000_000, 2_000_000
 # The gap at which a quick search stops, and which part of the local search it does.
 _QUICK_TOLERANCE, _QUICK_SHARE = 5e-3, 2
 # What is further above the best plan than that is not worth improving.
