@@ -15,6 +15,7 @@ the time limit cuts the search short.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from recoup.solve.anneal import annealed
@@ -238,11 +239,20 @@ class _Search:
             return
         if not _TINY < len(self.frame.dropping) <= _EXCHANGED:
             return
-        waits = can_wait(self.index) and self.executor.rebuilds_again
-        for search, work in ((annealed, _ANNEALED if waits else 0), (exchanged, _WORK)):
-            self._tell(search.__name__)
-            remaining = self.problem.remaining_seconds
-            self._offer(search(self.index, self.best, self.executor, self.frame.dropping, self.budget, enough, work, remaining))
+        start = self.best
+        # Neither search is the better start for the other everywhere.
+        self._search(exchanged, start, enough, _WORK)
+        if can_wait(self.index) and self.executor.rebuilds_again:
+            over = self._search(annealed, start, enough, _ANNEALED)
+            if over is not start:
+                self._search(exchanged, over, enough, _WORK)
+
+    def _search(self, search: Callable[..., Judged], start: Judged, enough: float, work: int) -> Judged:
+        self._tell(search.__name__)
+        remaining = self.problem.remaining_seconds
+        found = search(self.index, start, self.executor, self.frame.dropping, self.budget, enough, work, remaining)
+        self._offer(found)
+        return found
 
     def _worthwhile(self) -> bool:
         """Whether the integer program may come nearer: not in large steps, nor where plans recompute much more than it counts."""
