@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
-WIDTH, ROWS, DEPTH = 32, 128, 4
+WIDTH, ROWS, DEPTH = 32, 256, 6
 
 
 def _weights(*shape: int) -> Any:

@@ -15,7 +15,7 @@ from recoup.jax.residuals import Compiled
 from recoup.jax.verifying import Check, Trial, Verification, examine
 from recoup.plan import Plan
 
-MOST: dict[str, Any] = {"budget": "80%", "runs": 0, "measure": False, "time_limit_seconds": 2.0}
+MOST: dict[str, Any] = {"budget": "85%", "runs": 0, "measure": False, "time_limit_seconds": 2.0}
 
 
 @dataclass(frozen=True, eq=False)

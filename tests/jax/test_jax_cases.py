@@ -13,11 +13,11 @@ from recoup.jax.residuals import compiled_memory
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-LAYERS, ROWS, WIDTH = 6, 1024, 64
+LAYERS, ROWS, WIDTH = 8, 512, 64
 
 
 def _layer(x: Any, w: Any) -> Any:
-    return jnp.tanh(jnp.sin(jnp.tanh(x @ w) * 2) * 3)
+    return jnp.tanh(jnp.sin(jnp.tanh(x @ w) * 1.5))
 
 
 def _unrolled(ws: Any, x: Any) -> Any:
@@ -31,10 +31,11 @@ def _scanned(ws: Any, x: Any) -> Any:
 
 
 def _arguments() -> tuple[Any, Any]:
-    return jax.random.normal(jax.random.PRNGKey(0), (LAYERS, WIDTH, WIDTH)) / 8, jnp.ones((ROWS, WIDTH))
+    ws, x = (LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)
+    return jax.random.normal(jax.random.key(0), ws) / 8, jax.random.normal(jax.random.key(1), x)
 
 
-@pytest.mark.parametrize(("loss", "share"), [(_unrolled, 0.65), (_scanned, 0.45)])
+@pytest.mark.parametrize(("loss", "share"), [(_unrolled, 0.75), (_scanned, 0.55)])
 def test_where_a_checkpoint_around_everything_saves_nothing(loss: Any, share: float) -> None:
     args = _arguments()
     plain = compiled_memory(jax.value_and_grad(loss), args)
@@ -57,7 +58,7 @@ def test_a_plan_without_effect_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "tie", lambda values, flowing, still: (list(values), list(flowing)))
     args = _arguments()
     with pytest.raises((VerifyFailure, InfeasibleBudget), match="compiled"):
-        recoup.jax.fit(_unrolled, *args, budget="62%", runs=0, measure=False, time_limit_seconds=2.0)
+        recoup.jax.fit(_unrolled, *args, budget="75%", runs=0, measure=False, time_limit_seconds=2.0)
 
 
 def test_the_same_region_by_every_form_of_call() -> None:
