@@ -49,6 +49,8 @@ _TINY = 24
 # Local search through worse plans: up to how many storages that can be dropped, from which gap on, and how many operations are simulated
 # in plans over the budget and within it.
 _EXCHANGED, _OPEN, _ANNEALED, _WORK = 600, 5e-3, 4_000_000, 2_000_000
+# Which part of that a sweep over budgets does for each: what was found for smaller budgets goes on to the next.
+_SWEEP_SHARE = 8
 # The gap at which a quick search stops, and which part of the local search it does.
 _QUICK_TOLERANCE, _QUICK_SHARE = 5e-3, 2
 # What is further above the best plan than that is not worth improving.
@@ -239,13 +241,13 @@ class _Search:
             return
         if not _TINY < len(self.frame.dropping) <= _EXCHANGED:
             return
-        start = self.best
+        start, part = self.best, 1 if self.problem.warm is None else _SWEEP_SHARE
         # Neither search is the better start for the other everywhere.
-        self._search(exchanged, start, enough, _WORK)
+        self._search(exchanged, start, enough, _WORK // part)
         if can_wait(self.index) and self.executor.rebuilds_again:
-            over = self._search(annealed, start, enough, _ANNEALED)
+            over = self._search(annealed, start, enough, _ANNEALED // part)
             if over is not start:
-                self._search(exchanged, over, enough, _WORK)
+                self._search(exchanged, over, enough, _WORK // part)
 
     def _search(self, search: Callable[..., Judged], start: Judged, enough: float, work: int) -> Judged:
         self._tell(search.__name__)
