@@ -115,6 +115,15 @@ class Replays:
         total = float(seconds.sum())
         return np.concatenate([[0.0], np.cumsum(seconds * (self.base_seconds / total if total else 1.0))])
 
+    @property
+    def turn(self) -> int:
+        """The gap of the first unpacking, where the backward begins; the end of the step if there is none."""
+        return self.events[0].gap if self.events else self.count
+
+    def op_seconds(self, overhead_seconds: float) -> list[float]:
+        """For each operation what replaying it takes, the executor's overhead included."""
+        return [op.seconds + overhead_seconds for op in self.graph.ops]
+
     def closure_ops(self, recompute: frozenset[int]) -> set[int]:
         """The operations that rebuild the dropped storages, transitively (which are just the ``ops`` of each)."""
         return {op for v in recompute for op in self.ops_of[v]}

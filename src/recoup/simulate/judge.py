@@ -29,7 +29,7 @@ from recoup.plan import LIVE, Capabilities, Plan
 from recoup.plan.capabilities import capabilities
 from recoup.simulate.backward import NEVER, Replayed, run_backward
 from recoup.simulate.index import Replays, replays
-from recoup.simulate.offload import Offload, forced_out, offload_violations, puts_of, with_fetches
+from recoup.simulate.offload import Offload, forced_out, offload_violations, puts_of, waiting_bytes, with_fetches
 from recoup.simulate.result import GENERATORS, SCRATCH, STAGING, Moment, Simulation, State
 from recoup.simulate.transfers import Transfers, transfers_of
 
@@ -357,7 +357,7 @@ class Run:
             bytes_at=self.bytes_at,
             live_at_peak=self._described(moment),
             moments=self.moments,
-            offloaded_bytes=sum(self.offload.link.waiting_bytes(self.index.bytes[v]) for v in self.offloaded) if self.offload else 0,
+            offloaded_bytes=waiting_bytes(self.index, self.offload.link, self.offloaded) if self.offload else 0,
             transfers=self.transfers,
         )
 

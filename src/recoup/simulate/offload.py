@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ from recoup.graph import StepGraph
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
 
-__all__ = ["Offload", "forced_out", "offload_violations", "offloadable", "puts_of", "with_fetches"]
+__all__ = ["Offload", "forced_out", "offload_violations", "offloadable", "puts_of", "waiting_bytes", "with_fetches"]
 
 _CACHE_KEY = "_recoup_offloadable"
 
@@ -56,6 +57,11 @@ def puts_of(graph: StepGraph, storages: frozenset[int]) -> list[tuple[int, int]]
         if save.ref.storage in storages:
             first.setdefault(save.ref.storage, save.packed_at)
     return [(gap, v) for v, gap in first.items()]
+
+
+def waiting_bytes(index: Replays, link: OffloadLink, storages: Iterable[int]) -> int:
+    """What these storages take at the end of a link."""
+    return sum(link.waiting_bytes(index.bytes[v]) for v in storages)
 
 
 def forced_out(index: Replays, offload: Offload) -> dict[int, int]:

@@ -48,8 +48,6 @@ _DELAYS, _DROPS, _ALL_AT_ONCE = 0.5, 0.9, 0.15
 _KEEPS, _EARLIER, _LATER, _SWAPS = 0.35, 0.75, 0.9, 0.25
 # Into how many stretches the step is cut for the bytes over the budget that are charged beside those at the peak.
 _STRETCHES = 20
-# What simulating a plan takes beside its operations, counted in these.
-_OVERHEAD = 150
 _CRUMB = 1e-9
 
 Change = tuple[frozenset[int], dict[int, int]]
@@ -115,7 +113,7 @@ class _Walk:
     def __init__(self, index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], budget: int) -> None:
         self.index, self.executor, self.dropping, self.budget = index, executor, dropping, budget
         self.random = random.Random(_SEED)
-        self.op_seconds = [op.seconds + executor.replay_seconds for op in index.graph.ops]
+        self.op_seconds = index.op_seconds(executor.replay_seconds)
         self.made = {v: index.ops_of[v][0] for v in sorted(dropping)}
         self.asks, self.never = first_asks(index), len(index.events)
         self.best, self.current = start, self._place(start)
@@ -149,7 +147,7 @@ class _Walk:
 
     def _judge(self, recompute: frozenset[int], since: Mapping[int, int]) -> Judged:
         found = judge(self.index, recompute, self.executor, since)
-        self.spent += _OVERHEAD + self.index.count + len(found.run.replayed.ops)
+        self.spent += found.work
         return found
 
     # -- changes

@@ -16,8 +16,22 @@ from recoup.solve.choice import runnable
 from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
 from recoup.solve.strategy import Choice
 
-__all__ = ["Judged", "delays", "has_room", "hold_more", "judge", "judge_choice", "keep_more", "lower_peak", "tries_for"]
+__all__ = [
+    "SIMULATION_OVERHEAD",
+    "Judged",
+    "delays",
+    "has_room",
+    "hold_more",
+    "judge",
+    "judge_choice",
+    "keep_more",
+    "lower_peak",
+    "tries_for",
+]
 
+
+SIMULATION_OVERHEAD = 150
+"""What simulating a plan takes beside its operations, counted in these."""
 
 # How many operations local search may simulate at a time, and within which limits that many plans.
 _SIMULATED_OPS = 80_000
@@ -43,6 +57,11 @@ class Judged:
     def choice(self) -> Choice:
         """This, as a strategy answers."""
         return Choice(self.recompute, held_from=self.run.held_from)
+
+    @property
+    def work(self) -> int:
+        """What simulating this took, counted in operations."""
+        return SIMULATION_OVERHEAD + self.run.index.count + len(self.run.replayed.ops)
 
     @property
     def key(self) -> tuple[frozenset[int], tuple[tuple[int, int], ...]]:

@@ -29,8 +29,6 @@ _KEEP, _HOLD = 0.4, 0.8
 _REPAIRS, _IMPROVEMENTS = 25, 6
 # What is so much slower than the current plan is not improved further; the allowance at the start of each round; relative to the step.
 _HOPELESS, _ALLOWANCES = 0.1, (0.03, 0.01, 0.003)
-# What simulating a plan takes beside its operations, counted in these.
-_OVERHEAD = 150
 _CRUMB = 1e-9
 
 
@@ -60,7 +58,7 @@ class _Exchange:
         self.best = self.current = start
         self.spent = 0
         self.random = random.Random(_SEED)
-        self.op_seconds = [op.seconds + executor.replay_seconds for op in index.graph.ops]
+        self.op_seconds = index.op_seconds(executor.replay_seconds)
 
     def run(self, enough: float, deadline: float) -> Judged:
         """Search until the work is done, the time is over or the best plan is good enough."""
@@ -88,7 +86,7 @@ class _Exchange:
 
     def _judge(self, recompute: frozenset[int], since: Mapping[int, int]) -> Judged:
         found = judge(self.index, recompute, self.executor, since)
-        self.spent += _OVERHEAD + self.index.count + len(found.run.replayed.ops)
+        self.spent += found.work
         return found
 
     def _changed(self) -> tuple[frozenset[int], dict[int, int]]:

@@ -32,7 +32,7 @@ _MOST, _ALONE, _AHEAD = 1000, 200, 30
 def walls_seconds(index: Replays, executor: Capabilities, frame: Windows, budget: int) -> float:
     """Seconds that the replays of any plan within the budget take at least."""
     left = budget - _standing(index, frame)
-    seconds = [op.seconds + executor.replay_seconds for op in index.graph.ops]
+    seconds = index.op_seconds(executor.replay_seconds)
     walls = [_Wall(index, frame, seconds, at, int(left[at])) for at in _tightest(index, left)]
     walls = [wall for wall in walls if len(wall.alone) <= _ALONE]
     for place in reversed(range(len(walls))):

@@ -48,7 +48,6 @@ class _Bound(Movables):
         self.clock = moving.clock
         self.last = float(moving.clock[min(index.events[-1].gap, index.count)]) if index.events else 0.0
         self.asked = {v: self.windows.rebuilt[v][0][0] for v in storages}
-        self.turn = index.events[0].gap if index.events else index.count
         self.puts = puts_of(index.graph, frozenset(storages))
         self.out = self._chained(v for _, v in self.puts) if link.staging_bytes else []
         self.carried = len(index.graph.backwards) <= 1
@@ -63,7 +62,7 @@ class _Bound(Movables):
     def _memory(self, row: Row) -> tuple[dict[int, float], int]:
         """In the forward the transfers' buffers stand from the first put on; when they go a plan decides."""
         found, fixed = super()._memory(row)
-        place = bisect_right(self.puts, row.at, key=itemgetter(0)) if self.out and row.at < self.turn else 0
+        place = bisect_right(self.puts, row.at, key=itemgetter(0)) if self.out and row.at < self.index.turn else 0
         if place:
             found[self.out[place - 1]] = float(self.link.staging_bytes)
         return found, fixed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
 from recoup.simulate.judge import ALWAYS, Run
-from recoup.simulate.offload import Offload
+from recoup.simulate.offload import Offload, waiting_bytes
 from recoup.solve.choice import runnable
 from recoup.solve.descent import Judged
 from recoup.solve.holds import held_from
@@ -36,9 +36,7 @@ class JointJudged(Judged):
     @property
     def offloaded_bytes(self) -> int:
         """What that takes there."""
-        if self.offload is None:
-            return 0
-        return sum(self.offload.link.waiting_bytes(self.run.index.bytes[v]) for v in self.offloaded)
+        return 0 if self.offload is None else waiting_bytes(self.run.index, self.offload.link, self.offloaded)
 
     @property
     def joint_key(self) -> object:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from recoup.simulate.index import replays
 from recoup.solve.choice import droppable
+from recoup.solve.descent import SIMULATION_OVERHEAD
 from recoup.solve.least import least_judged
 from recoup.solve.offload.judged import JointJudged, joined, judge_joint
 from recoup.solve.offload.moves import Space
@@ -17,7 +18,7 @@ __all__ = ["joint_least"]
 
 _CACHE_KEY = "_recoup_joint_least"
 # Simulated plans for each start: few for large steps, so that the work, counted in simulated operations, stays the same.
-_TRIES, _FEW_TRIES, _WORK, _OVERHEAD = 300, 20, 1_200_000, 150
+_TRIES, _FEW_TRIES, _WORK = 300, 20, 1_200_000
 
 
 def joint_least(problem: Problem, spaces: Sequence[Space], recomputing: bool) -> JointJudged:
@@ -41,6 +42,6 @@ def _least(problem: Problem, spaces: Sequence[Space], recomputing: bool) -> Join
         if out.offload is not None and alone.recompute:
             rest = replace(out.offload, storages=out.offload.storages - alone.recompute)
             starts.append(judge_joint(index, alone.recompute, executor, alone.since, rest))
-        tries = min(max(_WORK // (len(starts) * (_OVERHEAD + index.count)), _FEW_TRIES), _TRIES)
+        tries = min(max(_WORK // (len(starts) * (SIMULATION_OVERHEAD + index.count)), _FEW_TRIES), _TRIES)
         found.extend(search.lowered(start, tries, 0) for start in starts)
     return min(found, key=lambda one: (one.peak_bytes, one.step_seconds))

@@ -9,7 +9,7 @@ import numpy as np
 
 from recoup.cost import OffloadLink
 from recoup.simulate.index import Replays
-from recoup.simulate.offload import Offload
+from recoup.simulate.offload import Offload, waiting_bytes
 from recoup.solve.descent import delays
 from recoup.solve.offload.judged import JointJudged
 from recoup.solve.offload.moving import Moving
@@ -55,7 +55,7 @@ class Space:
 
     def offloading(self, found: JointJudged, storages: frozenset[int]) -> Offload | None:
         """The offload of a choice with other storages; None if they may not all wait on the target."""
-        if self.cap is not None and sum(self.link.waiting_bytes(self.index.bytes[v]) for v in storages) > self.cap:
+        if self.cap is not None and waiting_bytes(self.index, self.link, storages) > self.cap:
             return None
         moving = found.offload
         window = windows_of(self.moving)[4] if moving is None else 0
@@ -113,8 +113,7 @@ def lowering(space: Space, found: JointJudged) -> Iterator[Change]:
     for v in _biggest(index, (v for v in recorded if v not in dropped and (v in space.movable or v in space.dropping))):
         yield from filter(None, (space.offloaded(found, v), space.recomputed(found, v)))
     if found.offload is not None:
-        turn = index.events[0].gap if index.events else index.count
-        for direction in ("write", "read") if at < turn else ("read", "write"):
+        for direction in ("write", "read") if at < index.turn else ("read", "write"):
             yield from filter(None, (space.windowed(found, direction, -1),))
     for v in _biggest(index, (v for v in recorded if v in found.offloaded)):
         # What was put on its way and is still here may as well be rebuilt.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from recoup.simulate.index import Replays
 from recoup.simulate.offload import offloadable, puts_of
 from recoup.solve.holds import first_asks
 
-__all__ = ["Moving", "moving_of"]
+__all__ = ["Moving", "moving_of", "within_cap"]
 
 # Where there is much to choose from, a storage that occupies the link so many times longer than its bytes alone is left out.
 _CRUMB, _MANY = 25.0, 60
@@ -51,6 +52,17 @@ def moving_of(index: Replays, link: OffloadLink) -> Moving:
         largest=max((index.bytes[v] for v in found), default=0),
         clock=index.until_seconds,
     )
+
+
+def within_cap(index: Replays, link: OffloadLink, cap: int | None, storages: Iterable[int]) -> frozenset[int]:
+    """Of these storages those that find place on the target, the first ones first."""
+    chosen, total = set[int](), 0
+    for v in storages:
+        count = link.waiting_bytes(index.bytes[v])
+        if cap is None or total + count <= cap:
+            chosen.add(v)
+            total += count
+    return frozenset(chosen)
 
 
 def _crumb(count: int, link: OffloadLink) -> bool:

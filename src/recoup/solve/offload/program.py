@@ -151,7 +151,7 @@ class JointProgram(Movables):
         moments = np.arange(self.index.count)
         out = moments >= min(self.moving.put[v] for v in away)
         back = moments < max(self.moving.ask[v] for v in away)
-        return ((self._window_at + self.link.staging_bytes) * np.where(moments < self.turn, out, back)).astype(np.int64)
+        return ((self._window_at + self.link.staging_bytes) * np.where(moments < self.index.turn, out, back)).astype(np.int64)
 
     def _seconds_column(self, most: float = _UNBOUNDED, cost: float = 0.0) -> int:
         column = self._column(cost * self.scale, False)
@@ -184,7 +184,7 @@ class JointProgram(Movables):
         """The way back, from the first unpacking on."""
         if written is None:
             return
-        start = float(self.moving.clock[min(self.index.events[0].gap, self.index.count)])
+        start = float(self.moving.clock[min(self.index.turn, self.index.count)])
         before, since = self._seconds_column(0.0), start
         if self.link.shared:
             # Reads queue behind what has yet to be written: the lead begins below nothing by that much.
@@ -223,13 +223,12 @@ class JointProgram(Movables):
     def _allow(self) -> None:
         """What stands of the windows at each operation at most, and the columns that say whether it does."""
         count, moving = self.index.count, self.moving
-        self.turn = self.index.events[0].gap if self.index.events else count
         out, back = np.zeros(count + 1), np.zeros(count + 2)
         for v in moving.storages:
             out[min(max(moving.put[v], int(self.index.unheld[v])), count)] += self.index.bytes[v]
             back[min(moving.ask[v], count)] += self.index.bytes[v]
         left = np.cumsum(back[::-1])[::-1][1 : count + 1]
-        reached = np.where(np.arange(count) < self.turn, np.cumsum(out)[:count], left)
+        reached = np.where(np.arange(count) < self.index.turn, np.cumsum(out)[:count], left)
         self._window_at: NDArray[np.float64] = np.minimum(self.window, reached)
         by_ask = sorted(moving.storages, key=lambda v: -moving.ask[v])
         self._gaps = [*(moving.put[v] for v in moving.storages)], [-moving.ask[v] for v in by_ask]
@@ -237,7 +236,7 @@ class JointProgram(Movables):
 
     def _flag(self, at: int) -> int | None:
         """The column that says whether anything is on its way at an operation; None if nothing can be."""
-        side = 0 if at < self.turn else 1
+        side = 0 if at < self.index.turn else 1
         place = bisect_right(self._gaps[0], at) if side == 0 else bisect_left(self._gaps[1], -at)
         return self._flags[side][place - 1] if place else None
 

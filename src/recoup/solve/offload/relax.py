@@ -12,7 +12,7 @@ from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
 from recoup.simulate.offload import Offload
 from recoup.solve.offload.judged import JointJudged, judge_joint
-from recoup.solve.offload.moving import Moving
+from recoup.solve.offload.moving import Moving, within_cap
 from recoup.solve.offload.program import JointProgram, Point, joint_windows
 from recoup.solve.program import Row
 from recoup.solve.rows import Rows, spread
@@ -114,21 +114,8 @@ def relaxed_choices(
         if point is None:
             return
         recompute, away = relaxed.rounded(point)
-        away = _within(index, away, link, point, cap)
+        away = within_cap(index, link, cap, sorted(away, key=lambda v: (-point.offload[v], v)))
         found = judge_joint(index, recompute, executor, offload=Offload(away, link, window, window))
         yield found
         if found.peak_bytes <= budget or not relaxed.teach(found, budget) or seconds() <= 0:
             return
-
-
-def _within(index: Replays, away: frozenset[int], link: OffloadLink, point: Point, cap: int | None) -> frozenset[int]:
-    """What is offloaded, without the least sure of it where that is more than may wait on the target."""
-    if cap is None:
-        return away
-    kept, total = set[int](), 0
-    for v in sorted(away, key=lambda v: (-point.offload[v], v)):
-        count = link.waiting_bytes(index.bytes[v])
-        if total + count <= cap:
-            kept.add(v)
-            total += count
-    return frozenset(kept)

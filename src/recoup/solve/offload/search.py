@@ -14,17 +14,16 @@ from math import log2
 
 from recoup.plan import Capabilities
 from recoup.simulate.offload import Offload, puts_of
-from recoup.solve.descent import has_room
+from recoup.solve.descent import SIMULATION_OVERHEAD, has_room
 from recoup.solve.offload.every import every_plan
 from recoup.solve.offload.judged import JointJudged, judge_joint
 from recoup.solve.offload.moves import Change, Space, lowering, windows_of
+from recoup.solve.offload.moving import within_cap
 from recoup.solve.offload.relax import relaxed_choices
 
 __all__ = ["Search", "everything_out"]
 
 _SEED = 1
-# What simulating a plan takes beside its operations, counted in these.
-_OVERHEAD = 150
 # The window that is tried first, as a power of two of the largest storage that can move.
 _LIKELY = 1.4
 _STARTS, _REPAIRS, _SWEEP, _CUTS = 3, 120, 60, 8
@@ -51,7 +50,7 @@ class Search:
         self.spent = 0
         self.random = random.Random(_SEED)
         self.base = self.index.base_seconds
-        self.op_seconds = [op.seconds + executor.replay_seconds for op in self.index.graph.ops]
+        self.op_seconds = self.index.op_seconds(executor.replay_seconds)
 
     # -- stages
 
@@ -116,7 +115,7 @@ class Search:
     def exchange(self) -> None:
         """Local search through worse plans from the best one on."""
         decisions = len(self.space.movable | self.space.dropping)
-        begun, work = self.spent, min(_WORK, _PER_DECISION * decisions * (_OVERHEAD + self.index.count))
+        begun, work = self.spent, min(_WORK, _PER_DECISION * decisions * (SIMULATION_OVERHEAD + self.index.count))
         for number, allowance in enumerate(_ALLOWANCES, 1):
             if self.best is not None:
                 self._round(self.best, allowance, begun + work * number // len(_ALLOWANCES))
@@ -151,7 +150,7 @@ class Search:
     def judge(self, change: Change) -> JointJudged:
         """A change, simulated."""
         found = judge_joint(self.index, change.recompute, self.executor, change.since, change.offload)
-        self.spent += _OVERHEAD + self.index.count + len(found.run.replayed.ops)
+        self.spent += found.work
         return found
 
     def fits(self, found: JointJudged) -> bool:
@@ -247,8 +246,7 @@ class Search:
         for _ in range(self.random.choice(_CHANGES)):
             change = self._drawn_change(found)
             if change is not None:
-                found = judge_joint(self.index, change.recompute, self.executor, change.since, change.offload)
-                self.spent += _OVERHEAD + self.index.count + len(found.run.replayed.ops)
+                found = self.judge(change)
         return found
 
     def _drawn_change(self, found: JointJudged) -> Change | None:
@@ -305,10 +303,5 @@ def _rank(found: JointJudged) -> tuple[float, int, int]:
 
 def everything_out(space: Space, executor: Capabilities) -> JointJudged:
     """All that can move moved, as far as there is place for it, with the smallest windows."""
-    chosen, total = set[int](), 0
-    for v in space.moving.storages:
-        count = space.link.waiting_bytes(space.index.bytes[v])
-        if space.cap is None or total + count <= space.cap:
-            chosen.add(v)
-            total += count
-    return judge_joint(space.index, frozenset(), executor, offload=Offload(frozenset(chosen), space.link, 0, 0))
+    chosen = within_cap(space.index, space.link, space.cap, space.moving.storages)
+    return judge_joint(space.index, frozenset(), executor, offload=Offload(chosen, space.link, 0, 0))
