@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
+from benchmarks.disk import add_disk, disk_link
 from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, progress_bar, ratio, sizes, write
 from benchmarks.workloads import load
-from recoup.cli.offloading import read_links
 from recoup.cost import OffloadLink
 from recoup.errors import InfeasibleBudget
 from recoup.simulate import simulate
 from recoup.solve import solve
 from recoup.torch import record
-from recoup.torch.offload.measure import measure_disk
 from recoup.verify import verify
 
 __all__ = ["main", "measure", "table"]
@@ -76,16 +74,15 @@ def measure(name: str, link: OffloadLink, options: argparse.Namespace, advance: 
         try:
             plan = solve(graph, budget_bytes, offload=link, allow=options.allow, time_limit_seconds=options.seconds)
         except InfeasibleBudget as error:
-            yield Row(name, length, budget_bytes, peak, note=f"does not fit: {mebibytes(error.least_bytes)} MiB is the least")
+            yield replace(row, note=f"does not fit: {mebibytes(error.least_bytes)} MiB is the least")
             continue
         found = verify(model, step, plan, offload_to=options.offload_dir)
-        planned, unplanned = found.step_seconds or 0.0, found.unplanned_step_seconds or 0.0
+        planned, unplanned = found.step_seconds, found.unplanned_step_seconds
+        assert planned is not None
+        assert unplanned is not None
         base = base or unplanned / length
-        yield Row(
-            row.workload,
-            row.length,
-            row.budget_bytes,
-            row.unplanned_peak_bytes,
+        yield replace(
+            row,
             predicted_peak_bytes=plan.peak_bytes,
             measured_peak_bytes=found.peak_bytes,
             offloaded_bytes=plan.traffic.offloaded_bytes if plan.traffic else 0,
@@ -117,14 +114,13 @@ def table(rows: Sequence[Row]) -> Table:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark and prints its table."""
     parser = arguments(__doc__ or "", workloads=("llama",))
-    parser.add_argument("--offload-dir", type=Path, required=True, metavar="DIR", help="a directory on the disk to offload to")
-    parser.add_argument("--link", type=Path, metavar="LINKS.json", help="the link as 'recoup doctor --format json' wrote it")
+    add_disk(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=(256, 512, 1024, 2048), help="tokens (default: 256 512 1024 2048)")
     parser.add_argument("--allow", nargs="*", default=(), choices=("tile",), help="let plans run regions in tiles too")
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of each solve (default: %(default)s)")
     options = parser.parse_args(argv)
     names = chosen_workloads(options)
-    link = measure_disk(options.offload_dir) if options.link is None else read_links(str(options.link))[0]
+    link = disk_link(options)
     with progress_bar(len(names) * len(options.lengths)) as advance:
         rows = [row for name in names for row in measure(name, link, options, advance)]
     write(options, rows, [table(rows)])

@@ -22,10 +22,10 @@ import msgspec
 import torch
 
 from benchmarks.budgets import gradients_equal
+from benchmarks.disk import add_disk, disk_link
 from benchmarks.measuring import Advance, arguments, chosen_workloads, mebibytes, progress_bar, rounds, sizes, write
 from benchmarks.offload_report import FAST, JOINT, MOVES, RECOMPUTES, Row, arithmetic_table, link_text, peaks_table, times_table
 from benchmarks.workloads import load
-from recoup.cli.offloading import read_links
 from recoup.cli.workload import parse_sizes
 from recoup.cost import OffloadLink
 from recoup.errors import InfeasibleBudget, UsageError
@@ -35,7 +35,6 @@ from recoup.simulate import simulate, timeline_of
 from recoup.solve import solve
 from recoup.solve.offload import Joint, Routes
 from recoup.torch import Applied, apply, measure_peak, record
-from recoup.torch.offload.measure import measure_disk
 from recoup.torch.promotion import WARM_UP_CALLS
 from recoup.verify import verify
 
@@ -167,10 +166,7 @@ def _timed(entries: Sequence[_Entry], step: Callable[[], object], options: argpa
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark and prints its tables."""
     parser = arguments(__doc__ or "", repeats=7, workloads=("gpt2", "llama"))
-    parser.add_argument("--offload-dir", type=Path, required=True, metavar="DIR", help="a directory on the disk to offload to")
-    parser.add_argument(
-        "--link", type=Path, metavar="LINKS.json", help="the link as 'recoup doctor --format json' wrote it, not measured now"
-    )
+    add_disk(parser)
     parser.add_argument("--shares", type=float, nargs="+", default=(0.5, 0.3), help="budgets over the unplanned peak (default: 0.5 0.3)")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of each solve (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=1, help="untimed steps before each timed one (default: %(default)s)")
@@ -182,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UsageError("--warm must be 1 or more: the first step over a link makes its file")
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    link = _link(options)
+    link = disk_link(options)
     sys.stderr.write(f"{link_text(link)}\n")
     options.measured_link, options.load_before = link_text(link), _load()  # among what the numbers depend on
     with progress_bar(len(names) * (1 + len(options.shares) * (4 + 3 * options.repeats) + options.repeats)) as advance:
@@ -190,15 +186,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.load_after = _load()
     sys.stderr.write(f"load of the machine before: {options.load_before}, after: {options.load_after}\n")
     write(options, rows, [peaks_table(rows), times_table(rows), arithmetic_table(rows)])
-
-
-def _link(options: argparse.Namespace) -> OffloadLink:
-    if options.link is None:
-        return measure_disk(options.offload_dir)
-    found = [one for one in read_links(str(options.link)) if one.target == "disk"]
-    if not found:
-        raise UsageError(f"{options.link} has no link to a disk")
-    return found[0]
 
 
 def _load() -> str:
