@@ -3,8 +3,9 @@
 No solver's own objective is ever reported, and no plan leaves a solver unsimulated.
 """
 
-from recoup.simulate.judge import ALWAYS, plan_holds, plan_ids, plan_offload, simulate, simulate_plan, violations
+from recoup.simulate.judge import ALWAYS, simulate, violations
 from recoup.simulate.offload import Offload, offloadable
+from recoup.simulate.planned import plan_holds, plan_ids, plan_offload, simulate_plan
 from recoup.simulate.result import Moment, Simulation, attribution
 from recoup.simulate.timeline import Course, Span, Timeline, timeline_of
 from recoup.simulate.transfers import Transfer, Transfers

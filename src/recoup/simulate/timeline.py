@@ -17,8 +17,9 @@ from recoup.cost import OffloadLink
 from recoup.graph import StepGraph
 from recoup.plan import Plan
 from recoup.simulate.index import Replays, replays
-from recoup.simulate.judge import plan_holds, plan_ids, plan_offload, run, simulate, simulate_plan
+from recoup.simulate.judge import run, simulate
 from recoup.simulate.offload import Offload
+from recoup.simulate.planned import plan_holds, plan_ids, plan_offload, simulate_plan
 from recoup.simulate.result import Simulation
 from recoup.simulate.transfers import Transfer, Transfers, transfers_of
 
