@@ -19,6 +19,7 @@ from recoup.simulate.result import attribution
 from recoup.torch.offload import DiskStore
 from tests.offload.faults import FaultyRequests, failing, slow
 from tests.offload.planning import offloading, recorded
+from tests.offload.test_store import wait_until
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -123,7 +124,11 @@ def test_what_moves_is_the_distinct_activations_once(tmp_path: Path) -> None:
     graph = recoup.record(step, model=model)
     plan = offloading(graph)
     with recoup.apply(model, plan, offload_to=tmp_path) as applied:
-        step()
+        loss = model(x).sum()
+        outbox = applied._outbox
+        # What has not left yet when it is asked for is taken from memory.
+        wait_until(lambda: (outbox.accept(), not outbox.on_the_way)[1])
+        loss.backward()
         report = applied.report()
     distinct = {storage.id for storage in graph.storages if storage.site in plan.offload_sites}
     assert report.offloaded_bytes == report.fetched_bytes == sum(graph.storages[v].bytes for v in distinct)
