@@ -61,6 +61,7 @@ def links(shared: st.SearchStrategy[bool] | None = None) -> st.SearchStrategy[Of
         write_bytes_per_second=rates,
         read_bytes_per_second=rates,
         latency_seconds=st.sampled_from([0.0, 0.1, 1.0]),
+        call_seconds=st.sampled_from([0.0, 0.05]),
         staging_bytes=st.sampled_from([0, 5, 40]),
         page_bytes=st.sampled_from([1, 8]),
         shared=shared or st.booleans(),

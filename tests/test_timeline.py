@@ -126,6 +126,14 @@ def test_drag_has_no_place_of_its_own():
     assert dragged.unplaced_seconds - plain.unplaced_seconds == pytest.approx(0.5 * busy)
 
 
+def test_what_the_training_thread_does_for_each_transfer_has_no_place_of_its_own():
+    graph = graphs.chain()
+    plain = timeline_of(graph, plan_of(graph, offload=frozenset({2, 3}), windows=(100, 100)))
+    called = timeline_of(graph, plan_of(graph, offload=frozenset({2, 3}), windows=(100, 100), over=link(call_seconds=0.25)))
+    assert called.planned.start_seconds.tolist() == plain.planned.start_seconds.tolist()
+    assert called.unplaced_seconds - plain.unplaced_seconds == pytest.approx(0.25 * len(called.moves))
+
+
 def test_another_graph_is_refused():
     with pytest.raises(PlanMismatch):
         timeline_of(graphs.shared_input(), plan_of(graphs.chain(), frozenset({3})))

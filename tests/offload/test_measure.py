@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def test_the_figures_are_those_of_the_disk(directory: Path) -> None:
     assert (link.target, link.where, link.provenance) == ("disk", str(directory), "measured")
     assert (link.staging_bytes, link.shared) == (4 * MIB + 4096, True)
     assert 0 <= link.drag < 1
+    assert 0 < link.call_seconds < 0.1
     assert list(directory.iterdir()) == []
 
 
@@ -53,7 +55,17 @@ def test_compute_is_counted_while_transfers_run() -> None:
     window = until(lambda: calls.append(1), lambda: [_Countdown(4), _Countdown(1), _Countdown(3)])
     assert window.calls == len(calls) == 5  # asked in order: three times no, then yes and yes, twice no, yes
     assert Window(2.0, 5).rate == 2.5
+    assert Window(2.0, 3, starting_seconds=0.5).rate == 2.0  # what starting took was never there for compute
     assert until(lambda: None, list, at_least_seconds=0.02).seconds >= 0.02
+
+
+def test_what_starting_the_transfers_took_is_told_apart() -> None:
+    def start() -> list[_Countdown]:
+        time.sleep(0.02)
+        return [_Countdown(1)]
+
+    window = until(lambda: None, start)
+    assert 0.02 <= window.starting_seconds <= window.seconds
 
 
 def test_doctor_measures_the_directory_it_is_given(

@@ -23,6 +23,7 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         write_bytes_per_second: rate of the way out, sustained, at the executor's own concurrency.
         read_bytes_per_second: rate of the way back.
         latency_seconds: added to every transfer.
+        call_seconds: what the thread that trains does itself for every transfer, out or back; the step's own work stands still.
         staging_bytes: memory that the transfers themselves take (bounce buffers), from the first put until all has come back; part of
             the planned peak.
         page_bytes: what waits takes whole pages of so many bytes.
@@ -36,6 +37,7 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     write_bytes_per_second: float
     read_bytes_per_second: float
     latency_seconds: float = 0.0
+    call_seconds: float = 0.0
     staging_bytes: int = 0
     page_bytes: int = 4096
     shared: bool = False
@@ -53,8 +55,8 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(f"a link to {self.target} needs rates above 0 bytes a second")
         if self.page_bytes < 1:
             raise ValueError(f"pages of {self.page_bytes} bytes hold nothing; a link to {self.target} needs pages of at least 1 byte")
-        if self.latency_seconds < 0 or self.staging_bytes < 0 or self.drag < 0:
-            raise ValueError(f"latency, staging and drag of a link to {self.target} cannot be below 0")
+        if min(self.latency_seconds, self.call_seconds, self.staging_bytes, self.drag) < 0:
+            raise ValueError(f"latency, calls, staging and drag of a link to {self.target} cannot be below 0")
 
     def waiting_bytes(self, count: int) -> int:
         """What ``count`` bytes take where they wait."""
@@ -67,3 +69,11 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def read_seconds(self, count: int) -> float:
         """Seconds that the way back of ``count`` bytes occupies the link."""
         return self.latency_seconds + count / self.read_bytes_per_second
+
+    def write_drag_seconds(self, count: int) -> float:
+        """Seconds that the step's own work loses to the way out of ``count`` bytes, wherever it runs."""
+        return self.call_seconds + self.drag * self.write_seconds(count)
+
+    def read_drag_seconds(self, count: int) -> float:
+        """Seconds that the step's own work loses to the way back of ``count`` bytes."""
+        return self.call_seconds + self.drag * self.read_seconds(count)

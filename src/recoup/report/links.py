@@ -22,7 +22,7 @@ def links_table(links: Sequence[OffloadLink]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("offload to")
     table.add_column("where")
-    for name in ("write", "read", "latency", "staging", "drag"):
+    for name in ("write", "read", "latency", "call", "staging", "drag"):
         table.add_column(name, justify="right")
     for link in links:
         table.add_row(
@@ -31,6 +31,7 @@ def links_table(links: Sequence[OffloadLink]) -> Table:
             f"{format_bytes(link.write_bytes_per_second)}/s",
             f"{format_bytes(link.read_bytes_per_second)}/s",
             format_seconds(link.latency_seconds),
+            format_seconds(link.call_seconds),
             format_bytes(link.staging_bytes),
             f"{link.drag:.0%}",
         )

@@ -53,7 +53,7 @@ class Transfers:
         ahead: what was fetched before it was asked for.
         delays: what pushed the recorded operations back, in order: each replay and each wait.
         stall_seconds: what the step waited for the link.
-        drag_seconds: what its own work was slowed by transfers.
+        drag_seconds: what its own work was slowed by transfers, and stood still while the thread that trains began and ended them.
         end_seconds: when the step ended.
     """
 
@@ -196,7 +196,7 @@ class _Clock:
 
     def _moved(self, v: int, direction: str, start: float, end: float) -> None:
         self.done.moves.append(Transfer(v, direction, start, end))
-        self.done.drag_seconds += (end - start) * self.link.drag
+        self.done.drag_seconds += (end - start) * self.link.drag + self.link.call_seconds
 
     def finished(self) -> Transfers:
         self._let_go(len(self.index.events))

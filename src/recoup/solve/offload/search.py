@@ -24,9 +24,11 @@ from recoup.solve.offload.relax import relaxed_choices
 __all__ = ["Search", "everything_out"]
 
 _SEED = 1
+# So many starts are repaired, fewer where a simulation costs much: near a least peak those that end best do not look it at first.
+_STARTS, _FEWEST_STARTS, _START_WORK = 7, 3, 3_000_000
 # The window that is tried first, as a power of two of the largest storage that can move.
 _LIKELY = 1.4
-_STARTS, _REPAIRS, _SWEEP, _CUTS = 3, 120, 60, 8
+_CROSSED, _REPAIRS, _SWEEP, _CUTS = 3, 120, 60, 8
 _CHANGES, _SHORT_REPAIRS, _IMPROVEMENTS = (1, 1, 2, 3), 20, 5
 _WORK, _PER_DECISION, _ALLOWANCES = 300_000, 12, (0.02, 0.005)
 _HOPELESS = 0.05
@@ -67,15 +69,20 @@ class Search:
             ):  # fmt: skip
                 self.offer(one)
                 found[one.joint_key] = one
-        starts = sorted(found.values(), key=self._promise)[:_STARTS]
+        starts = sorted(found.values(), key=self._promise)[:_CROSSED]
         if not self.content():
             for other in deep():
                 for one in self._crossings(starts, other):
                     self.offer(one)
                     found[one.joint_key] = one
-        for one in sorted(found.values(), key=self._promise)[:_STARTS]:
+        for one in sorted(found.values(), key=self._promise)[: self._starts()]:
             if not self.content():
                 self.polish(one)
+
+    def _starts(self) -> int:
+        """How many starts are repaired."""
+        affordable = _START_WORK // ((_REPAIRS + _SWEEP) * (SIMULATION_OVERHEAD + self.index.count))
+        return min(max(affordable, _FEWEST_STARTS), _STARTS)
 
     def _windows(self) -> list[int]:
         """The sizes of windows, those first that give good plans most often."""
@@ -122,10 +129,12 @@ class Search:
 
     def enumerate(self) -> None:
         """Every plan of a step that is small enough for that."""
-        for change in every_plan(self.space, self.executor):
+        for changes in every_plan(self.space, self.executor):
             if self.late():
                 break
-            self.offer(self.judge(change))
+            for change in changes:
+                if not self.offer(self.judge(change)):
+                    break  # wider windows take more
 
     def lowered(self, found: JointJudged, tries: int, enough: int | None = None) -> JointJudged:
         """The choice changed until its peak is no more than ``enough`` (the budget), or cannot be lowered."""
@@ -184,11 +193,12 @@ class Search:
         cost = {v: sum(self.op_seconds[op] * times[op] for op in self.index.ops_of[v] if op in times) for v in found.recompute}
         transfers = found.run.transfers
         if transfers is not None:
-            moved: Counter[int] = Counter()
+            link = self.space.link
+            busy = sum(move.end_seconds - move.start_seconds for move in transfers.moves)
+            waited = transfers.stall_seconds / (busy or 1.0)
+            cost.update(dict.fromkeys(found.offloaded, self.executor.replay_seconds))
             for move in transfers.moves:
-                moved[move.storage] += move.end_seconds - move.start_seconds  # type: ignore[assignment]
-            share = transfers.stall_seconds / (sum(moved.values()) or 1.0) + self.space.link.drag
-            cost.update({v: moved[v] * share + self.executor.replay_seconds for v in found.offloaded})
+                cost[move.storage] += (move.end_seconds - move.start_seconds) * (waited + link.drag) + link.call_seconds
         return cost
 
     def _swept(self, found: JointJudged) -> JointJudged:

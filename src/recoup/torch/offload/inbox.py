@@ -60,7 +60,7 @@ class Inbox:
 
     def _taken(self, moved: Moved) -> Tensor:
         with self.lock:
-            self._enter()
+            self._enter(current_backward())
             self.asked.add(id(moved))
             if self.ahead.pop(id(moved), None) is not None:
                 self.ahead_bytes -= moved.nbytes
@@ -84,28 +84,38 @@ class Inbox:
         return tensor
 
     def fetch_ahead(self) -> None:
-        """Called after every unpacking of the call."""
-        self.outbox.accept()
-        if current_backward() == -1:
+        """Called after every unpacking of the call: so looks first, at little cost, whether there is anything to do."""
+        if self.outbox.on_the_way:
+            self.outbox.accept()
+        task = current_backward()
+        if task == -1:
             return
-        with self.lock, nullcontext() if is_quiet() else replaying():
-            self._enter()
-            while self.queue:
-                moved = self.queue[-1]()
-                if moved is not None and id(moved) not in self.asked:
-                    if self.ahead_bytes and self.ahead_bytes + moved.nbytes > self.window:
-                        return
+        with self.lock:
+            self._enter(task)
+            if self._next() is None:
+                return
+            with nullcontext() if is_quiet() else replaying():
+                while (moved := self._next()) is not None:
                     self._fetch(moved)
-                self.queue.pop()
+
+    def _next(self) -> Moved | None:
+        """The next storage to fetch, if one is left and the window has room for it."""
+        queue = self.queue
+        while queue:
+            moved = queue[-1]()
+            if moved is not None and id(moved) not in self.asked:
+                return None if self.ahead_bytes and self.ahead_bytes + moved.nbytes > self.window else moved
+            queue.pop()
+        return None
 
     def _fetch(self, moved: Moved) -> None:
+        self.queue.pop()
         self.ahead[id(moved)] = moved
         self.ahead_bytes += moved.nbytes
         if moved.held is None and moved.base is None and moved.ticket is not None:
             moved.ahead = moved.ticket.fetch()
 
-    def _enter(self) -> None:
-        task = current_backward()
+    def _enter(self, task: int) -> None:
         if task == self.task:
             return
         self._forget()

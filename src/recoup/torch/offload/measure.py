@@ -1,14 +1,15 @@
 """The links that activations would take, measured with the very stores that executors use.
 
-Rates are those beside compute: while storages go out, or come back, the calling thread multiplies matrices, as a step would, since
-threads and cores are shared. The same windows say what the transfers cost the compute (``drag``): the products that are missing in them.
+Rates are those beside compute: while storages go out, or come back, the calling thread multiplies and adds matrices, as a step would, since
+threads and cores are shared. The same windows say what the transfers cost the compute (``drag``): the work that is missing in them. What
+the calling thread itself does for a transfer is timed between pieces of that work, whose data have driven its own out of the caches.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from recoup.cost import OffloadLink
 from recoup.errors import OffloadError
-from recoup.torch.offload.beside import product_on, until
+from recoup.torch.offload.beside import until, work_on
 from recoup.torch.offload.copiers import CudaCopier
 from recoup.torch.offload.disk import DiskStore
 from recoup.torch.offload.host import HostStore
+from recoup.torch.offload.inbox import Inbox
+from recoup.torch.offload.outbox import Moved, Outbox, Tally
 from recoup.torch.offload.requests import Requests
 from recoup.torch.offload.store import Fetch, Store, Ticket
 
@@ -27,7 +30,7 @@ __all__ = ["measure_disk", "measure_host"]
 
 _STORAGE_BYTES = 4 * 2**20
 _MOST_STORAGES = 16
-_ROUNDS = 7
+_ROUNDS = 15
 _SMALL_BYTES = 4096
 _SMALL_TRANSFERS = 15
 
@@ -36,7 +39,7 @@ def measure_disk(
     directory: str | Path,
     *,
     device: torch.device | str = "cpu",
-    seconds: float = 1.5,
+    seconds: float = 3.0,
     allow_memory_filesystem: bool = False,
     requests: Requests | None = None,
 ) -> OffloadLink:
@@ -54,7 +57,7 @@ def measure_disk(
         store.close()
 
 
-def measure_host(device: torch.device | str, *, seconds: float = 1.5) -> tuple[OffloadLink, ...]:
+def measure_host(device: torch.device | str, *, seconds: float = 3.0) -> tuple[OffloadLink, ...]:
     """The ways between a CUDA device and the host's memory: by pinned memory, which is what executors take, then by pageable memory.
 
     For the CPU there is none: its tensors are in the host's memory. Not measured on a GPU.
@@ -71,27 +74,29 @@ def measure_host(device: torch.device | str, *, seconds: float = 1.5) -> tuple[O
 
 
 def _measured(store: Store, device: torch.device, seconds: float, *, where: str, shared: bool) -> OffloadLink:
-    product, window = product_on(device), seconds / (3 * _ROUNDS)
+    work, window = work_on(device), seconds / (3 * _ROUNDS)
     sources = _sources(store, device, window)
     moved = sum(source.nbytes for source in sources)
     writes, reads, drags = [], [], []
     for _ in range(_ROUNDS):
-        quiet = until(product, list, at_least_seconds=window)
+        quiet = until(work, list, at_least_seconds=window)
         tickets: list[Ticket] = []
-        write = until(product, lambda kept=tickets: _put(store, sources, kept))
+        write = until(work, lambda kept=tickets: _put(store, sources, kept))
         _check(tickets)
         fetches: list[Fetch] = []
-        read = until(product, lambda kept=fetches, stored=tickets: _fetch(stored, kept))
+        read = until(work, lambda kept=fetches, stored=tickets: _fetch(stored, kept))
         for fetch in fetches:
             fetch.get()
         writes.append(moved / write.seconds)
         reads.append(moved / read.seconds)
-        drags.append(1 - (write.calls + read.calls) / (write.seconds + read.seconds) / quiet.rate)
+        expected = sum(one.seconds - one.starting_seconds for one in (write, read)) * quiet.rate
+        drags.append(1 - (write.calls + read.calls) / expected)
     return OffloadLink(
         target=store.target,
         write_bytes_per_second=statistics.median(writes),
         read_bytes_per_second=statistics.median(reads),
         latency_seconds=_latency(store, device),
+        call_seconds=_calls(store, sources[0], work),
         staging_bytes=store.staging_bytes,
         shared=shared,
         drag=max(0.0, statistics.median(drags)),
@@ -126,6 +131,32 @@ def _latency(store: Store, device: torch.device) -> float:
             torch.cuda.current_stream(device).synchronize()
         backs.append(time.perf_counter() - begun)
     return max(statistics.median(outs), statistics.median(backs))
+
+
+def _calls(store: Store, source: Tensor, work: Callable[[], None]) -> float:
+    """Seconds that the calling thread itself needs for one transfer: half of what it does to send a storage out and to have it back."""
+    outbox = Outbox(store, source.nbytes, Tally())
+    inbox = Inbox(outbox, source.nbytes, frozenset())
+    found = []
+    for _ in range(_SMALL_TRANSFERS):
+        work()
+        begun = time.perf_counter()
+        moved = Moved(inbox, "", source)
+        moved.put(source)
+        out = time.perf_counter() - begun
+        assert moved.ticket is not None
+        moved.ticket.wait()
+        work()
+        begun = time.perf_counter()
+        outbox.accept()
+        fetched = moved.ticket.fetch()
+        back = time.perf_counter() - begun
+        while not fetched.done():
+            work()
+        begun = time.perf_counter()
+        fetched.get()
+        found.append((out + back + time.perf_counter() - begun) / 2)
+    return statistics.median(found)
 
 
 def _pageable(device: torch.device) -> OffloadLink:

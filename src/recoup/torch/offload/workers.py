@@ -51,7 +51,10 @@ class Job:
         self._next = itertools.count()
         self._left = pieces
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = False
+        # Free once it has ended: an event, but for the cost of making one on the thread that trains.
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     def move(self, piece: int, buffer: Any) -> None:
         """Moves one piece by way of the worker's buffer; what it raises becomes the job's failure."""
@@ -67,11 +70,13 @@ class Job:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        return self._ended
 
     def wait(self) -> None:
         """Returns once it has ended."""
-        self._ended.wait()
+        if not self._ended:
+            with self._gate:  # and on to whoever waits besides
+                pass
 
     def run(self, number: int, lane: Lane) -> None:
         """Works on pieces, as thread ``number`` of the lane, until none is left; several threads may be at it."""
@@ -84,13 +89,17 @@ class Job:
             if last:
                 self.release()
                 lane.ended()
-                self._ended.set()
+                self._end()
 
     def abandon(self, failure: str) -> None:
         """Ends a job that no thread has seen."""
         self.failure = failure
         self.release()
-        self._ended.set()
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._gate.release()
 
     def _try(self, piece: int, number: int, lane: Lane) -> None:
         if lane.stopping:
