@@ -131,7 +131,8 @@ def link_text(link: OffloadLink) -> str:
     """A link's figures in words."""
     shared = ", one transfer at a time" if link.shared else ""
     rates = f"out {format_bytes(link.write_bytes_per_second)}/s, back {format_bytes(link.read_bytes_per_second)}/s"
-    rest = f"latency {format_seconds(link.latency_seconds)}, drag {link.drag:.1%}, buffers {format_bytes(link.staging_bytes)}"
+    calls = f"latency {format_seconds(link.latency_seconds)}, call {format_seconds(link.call_seconds)}"
+    rest = f"{calls}, drag {link.drag:.1%}, buffers {format_bytes(link.staging_bytes)}"
     return f"{link.target} at {link.where}: {rates}, {rest}{shared}; {link.provenance}"
 
 
