@@ -70,10 +70,6 @@ class OffloadLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Seconds that the way back of ``count`` bytes occupies the link."""
         return self.latency_seconds + count / self.read_bytes_per_second
 
-    def write_drag_seconds(self, count: int) -> float:
-        """Seconds that the step's own work loses to the way out of ``count`` bytes, wherever it runs."""
-        return self.call_seconds + self.drag * self.write_seconds(count)
-
-    def read_drag_seconds(self, count: int) -> float:
-        """Seconds that the step's own work loses to the way back of ``count`` bytes."""
-        return self.call_seconds + self.drag * self.read_seconds(count)
+    def drag_seconds(self, link_seconds: float) -> float:
+        """Seconds that the step's own work loses to one transfer that occupies the link for so long."""
+        return link_seconds * self.drag + self.call_seconds

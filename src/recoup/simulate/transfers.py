@@ -196,7 +196,7 @@ class _Clock:
 
     def _moved(self, v: int, direction: str, start: float, end: float) -> None:
         self.done.moves.append(Transfer(v, direction, start, end))
-        self.done.drag_seconds += (end - start) * self.link.drag + self.link.call_seconds
+        self.done.drag_seconds += self.link.drag_seconds(end - start)
 
     def finished(self) -> Transfers:
         self._let_go(len(self.index.events))

@@ -102,7 +102,7 @@ class Movables(Program):
 
     def _drag(self, v: int) -> float:
         """Seconds that the way out, which nothing avoids, slows the step's own work."""
-        return self.link.write_drag_seconds(self.index.bytes[v])
+        return self.link.drag_seconds(self.link.write_seconds(self.index.bytes[v]))
 
     def _chained(self, storages: Iterable[int]) -> list[int]:
         """For each storage the column that is 1 if it or one before it is offloaded."""
@@ -142,7 +142,7 @@ class JointProgram(Movables):
         self._allow()
 
     def _drag(self, v: int) -> float:
-        return super()._drag(v) + self.link.read_drag_seconds(self.index.bytes[v])
+        return super()._drag(v) + self.link.drag_seconds(self.link.read_seconds(self.index.bytes[v]))
 
     def allowance(self, away: frozenset[int]) -> NDArray[np.int64]:
         """Bytes at each operation that the windows and the transfers' own buffers stand for, if these storages move."""

@@ -198,7 +198,8 @@ class Search:
             waited = transfers.stall_seconds / (busy or 1.0)
             cost.update(dict.fromkeys(found.offloaded, self.executor.replay_seconds))
             for move in transfers.moves:
-                cost[move.storage] += (move.end_seconds - move.start_seconds) * (waited + link.drag) + link.call_seconds
+                seconds = move.end_seconds - move.start_seconds
+                cost[move.storage] += seconds * waited + link.drag_seconds(seconds)
         return cost
 
     def _swept(self, found: JointJudged) -> JointJudged:

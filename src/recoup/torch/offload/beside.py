@@ -39,9 +39,14 @@ class Window:
     starting_seconds: float = 0.0
 
     @property
+    def working_seconds(self) -> float:
+        """What was left for the compute."""
+        return self.seconds - self.starting_seconds
+
+    @property
     def rate(self) -> float:
         """Calls a second of the time that was left for them."""
-        return self.calls / (self.seconds - self.starting_seconds)
+        return self.calls / self.working_seconds
 
 
 def work_on(device: torch.device) -> Callable[[], None]:

@@ -85,8 +85,7 @@ class Inbox:
 
     def fetch_ahead(self) -> None:
         """Called after every unpacking of the call: so looks first, at little cost, whether there is anything to do."""
-        if self.outbox.on_the_way:
-            self.outbox.accept()
+        self.outbox.accept()
         task = current_backward()
         if task == -1:
             return

@@ -89,7 +89,7 @@ def _measured(store: Store, device: torch.device, seconds: float, *, where: str,
             fetch.get()
         writes.append(moved / write.seconds)
         reads.append(moved / read.seconds)
-        expected = sum(one.seconds - one.starting_seconds for one in (write, read)) * quiet.rate
+        expected = (write.working_seconds + read.working_seconds) * quiet.rate
         drags.append(1 - (write.calls + read.calls) / expected)
     return OffloadLink(
         target=store.target,

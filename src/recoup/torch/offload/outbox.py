@@ -140,6 +140,8 @@ class Outbox:
 
     def accept(self) -> None:
         """Let go of what has been written by now."""
+        if not self.on_the_way:  # so it is in nearly all of a backward, which asks after every unpacking
+            return
         with self.lock:
             while self.on_the_way and self.on_the_way[0].ticket.done():
                 self._settle_oldest()
