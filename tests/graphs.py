@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from recoup.graph import Op, Ref, Save, StepGraph, Storage, View
 
-__all__ = ["Builder", "chain", "deep_chain", "inplace_chain", "multi_output", "shared_input", "step_graphs", "transformer", "unsaved_leaf"]
+__all__ = [
+    "Builder", "Recipe", "chain", "deep_chain", "inplace_chain", "multi_output", "random_graph", "shared_input", "step_graphs",
+    "transformer", "unsaved_leaf",
+]  # fmt: skip
 
 
 def view(count: int) -> View:
@@ -304,22 +307,22 @@ def _block(build: Builder, path: str, x: int, row: int, square: int, width: int)
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """What a random forward operation does; indices are taken modulo what exists."""
 
     reads: tuple[int, ...]
     outputs: tuple[int, ...]
-    save_inputs: bool
-    save_output: bool
-    writes: bool
-    seconds: int
-    scratch: int
-    random: bool
-    opaque: bool
+    save_inputs: bool = True
+    save_output: bool = False
+    writes: bool = False
+    seconds: int = 1
+    scratch: int = 0
+    random: bool = False
+    opaque: bool = False
 
 
 _recipes = st.builds(
-    _Recipe,
+    Recipe,
     reads=st.lists(st.integers(0, 30), min_size=1, max_size=3).map(tuple),
     outputs=st.lists(st.sampled_from([1, 3, 10, 30, 70, 100]), min_size=1, max_size=2).map(tuple),
     save_inputs=st.sampled_from([True, True, False]),
@@ -336,7 +339,7 @@ def _recent(build: Builder, activations: list[int], pick: int) -> int:
     return activations[-1 - pick % min(len(activations), 4)]
 
 
-def random_graph(recipes: list[_Recipe], gradients: bool = True) -> StepGraph:
+def random_graph(recipes: list[Recipe], gradients: bool = True) -> StepGraph:
     """The graph that a list of recipes describes; without gradients the activations alone make the peak."""
     build = Builder("random")
     x = build.standing(20, "input")

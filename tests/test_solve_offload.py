@@ -93,6 +93,17 @@ def test_no_slower_than_either_alone(graph, link, gear, share):
     assert joint <= seconds_or_never(graph, budget, gear=gear, strategy=offload_only(link)) * NEAR
 
 
+def test_no_slower_than_offloading_alone_at_its_least_peak():
+    # No window's linear program leads to the plan that offloads alone here: only the search for its least peak does.
+    recipes = [graphs.Recipe((0,), (1,), seconds=seconds) for seconds in (8, 9, 1, 1)]
+    recipes += [graphs.Recipe((9,), (1, 100)), graphs.Recipe((0,), (1,), save_output=True)]
+    graph = graphs.random_graph(recipes, False)
+    link = OffloadLink(target="host", write_bytes_per_second=10.0, read_bytes_per_second=50.0)
+    budget = least_of(graph, "live", link)
+    alone = solve(graph, budget, gear="live", strategy=offload_only(link)).step_seconds
+    assert solve(graph, budget, gear="live", offload=link).step_seconds <= alone * NEAR
+
+
 def every(graph: StepGraph, executor: Capabilities, link: OffloadLink) -> list[tuple[int, float, int]]:
     largest = moving_of(replays(graph), link).largest
     try:

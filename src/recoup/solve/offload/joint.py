@@ -141,6 +141,8 @@ class _Joint:
     def _search(self, space: Space, bound: float, remaining: Callable[[], float]) -> None:
         alone = self._from(replace(space, dropping=frozenset()), bound, remaining)
         alone.start()
+        if alone.best is None:
+            alone.polish(joint_least(self.problem, [space], recomputing=False))
         if alone.best is not None:
             self._offer(alone.best)
         if not self.asked.recomputing or alone.content():
