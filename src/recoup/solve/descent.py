@@ -1,31 +1,26 @@
-"""Local search on simulated plans: keep more where there is room, drop more where there is none."""
+"""Simulated choices, and local search that keeps more where there is room."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
 from recoup.simulate.judge import ALWAYS, Run
-from recoup.simulate.result import Moment
 from recoup.solve.choice import runnable
-from recoup.solve.holds import can_wait, first_asks, held_from, last_ask
+from recoup.solve.holds import first_asks, held_from
 from recoup.solve.strategy import Choice
 
 __all__ = [
     "SIMULATION_OVERHEAD",
     "Judged",
-    "delays",
     "has_room",
     "hold_more",
     "judge",
     "judge_choice",
     "keep_more",
-    "lower_peak",
     "tries_for",
 ]
 
@@ -133,67 +128,3 @@ def has_room(index: Replays, best: Judged, v: int, budget: int) -> bool:
     if end <= start:
         return True
     return int(best.run.bytes_at[start:end].max(initial=0)) + index.bytes[v] <= budget
-
-
-def lower_peak(
-    index: Replays,
-    start: Judged,
-    executor: Capabilities,
-    dropping: frozenset[int],
-    tries: int,
-    enough: int = 0,
-    judging: Callable[[frozenset[int], Mapping[int, int]], Judged] | None = None,
-) -> Judged:
-    """Drop what stands at the peak, keep what is rebuilt there, or rebuild it later, as long as the peak falls and is above ``enough``.
-
-    ``judging`` simulates a choice in place of :func:`judge`, for who counts what is simulated.
-    """
-    judged = judging or (lambda recompute, since: judge(index, recompute, executor, since))
-    best = start
-    while tries > 0 and best.peak_bytes > enough:
-        better = None
-        for choice, since in _moves(index, best, dropping):
-            tries -= 1
-            found = judged(choice, since)
-            if (found.peak_bytes, found.step_seconds) < (best.peak_bytes, best.step_seconds) and found.key != best.key:
-                better = found
-                break
-            if tries <= 0:
-                break
-        if better is None:
-            break
-        best = better
-    return best
-
-
-def _moves(index: Replays, best: Judged, dropping: frozenset[int]) -> Iterator[tuple[frozenset[int], Mapping[int, int]]]:
-    at = int(np.argmax(best.run.bytes_at))
-    moment = best.run.moment(at)
-    recorded, copies = best.run.live(moment)
-    yield from delays(index, best, moment, copies)
-    biggest = sorted({v for v in recorded if v in dropping and v not in best.recompute}, key=lambda v: (-index.bytes[v], v))
-    for v in biggest[:24]:
-        yield best.recompute | {v}, best.since
-    # Dropping one storage may only pay together with what it is made from.
-    for v in biggest[:8]:
-        yield best.recompute | _cone(index, v, dropping), best.since
-    rebuilt = sorted({v for v in copies if v in best.recompute}, key=lambda v: (-index.bytes[v], v))
-    for v in rebuilt[:24]:
-        yield best.recompute - {v}, best.since
-
-
-def delays(index: Replays, best: Judged, moment: Moment, copies: list[int]) -> Iterator[tuple[frozenset[int], Mapping[int, int]]]:
-    """Hold the copies that stand at the peak, and that nobody has asked for yet, only from the next moment on: all, then each."""
-    if not can_wait(index):
-        return
-    asks, now = first_asks(index), last_ask(index, best.run, moment)
-    early = [v for v in dict.fromkeys(copies) if v in best.recompute and asks.get(v, len(index.events)) > now]
-    early.sort(key=lambda v: (-index.bytes[v], v))
-    if len(early) > 1:
-        yield best.recompute, {**best.since, **dict.fromkeys(early, now + 1)}
-    for v in early[:24]:
-        yield best.recompute, {**best.since, v: now + 1}
-
-
-def _cone(index: Replays, v: int, dropping: frozenset[int]) -> frozenset[int]:
-    return frozenset({v, *(u for u in index.inputs_of[v] if u in dropping and not index.saves_of[u])})

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
-from recoup.solve.descent import Judged, has_room, judge, lower_peak
+from recoup.solve.descent import Judged, has_room, judge
+from recoup.solve.lowering import lower_peak
 
 __all__ = ["exchanged"]
 

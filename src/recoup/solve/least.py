@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -10,12 +11,14 @@ from recoup.graph import StepGraph
 from recoup.plan import LIVE, STATIC, Capabilities
 from recoup.simulate.index import replays
 from recoup.solve.checkmate import Checkmate
-from recoup.solve.descent import Judged, judge, judge_choice, lower_peak, tries_for
+from recoup.solve.descent import SIMULATION_OVERHEAD, Judged, judge, judge_choice, tries_for
 from recoup.solve.hierarchy import links_of
 from recoup.solve.holds import can_wait
+from recoup.solve.lowering import lower_peak
 from recoup.solve.named import NAMED
 from recoup.solve.program import Program
 from recoup.solve.rows import Rows
+from recoup.solve.shaken import shaken
 from recoup.solve.strategy import Choice, Problem
 from recoup.solve.windows import windows
 
@@ -29,6 +32,8 @@ _FEW = 24
 _NODES = 400
 _SECONDS = 30.0
 _TOLERANCE = 2e-3
+# Local search through higher peaks, in simulated operations: for each storage that can be dropped, and at most.
+_SHAKES, _MOST_SHAKES = 12, 600_000
 
 
 def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Choice]:
@@ -38,34 +43,45 @@ def least_peak(graph: StepGraph, executor: Capabilities = LIVE) -> tuple[int, Ch
 
 
 def least_judged(problem: Problem) -> Judged:
-    """The plan with the least simulated peak that programs, named strategies and descent find; once found, kept on the graph.
+    """The plan with the least simulated peak that programs, named strategies and local search find; once found, kept on the graph.
 
-    The peak does not depend on what an executor's overheads are, only on what it can run: whoever asks first, the answer is the same.
+    Whoever asks first, and however long the operations took when the step was recorded, the answer is the same: the search counts
+    every operation as one second, and the peak does not depend on what an executor's overheads are, only on what it can run.
     """
-    known: dict[tuple[bool, ...], Judged] = problem.graph.__dict__.setdefault(_CACHE_KEY, {})
-    executor, reach = problem.executor, _reach(problem.executor)
+    known: dict[tuple[bool, ...], Choice] = problem.graph.__dict__.setdefault(_CACHE_KEY, {})
+    reach = _reach(problem.executor)
     if reach not in known:
-        standing = next((gear for gear in (LIVE, STATIC) if _reach(gear) == reach), executor)
-        known[reach] = _least(Problem(problem.graph, None, standing))
-    return judge(replays(problem.graph), known[reach].recompute, executor, known[reach].since)
+        _find(Problem(_timeless(problem.graph), None, problem.executor), known)
+    return judge_choice(replays(problem.graph), known[reach], problem.executor)
 
 
 def _reach(executor: Capabilities) -> tuple[bool, ...]:
     return executor.keeps_unsaved, executor.replays_random, executor.rebuilds_again
 
 
-def _least(problem: Problem) -> Judged:
+def _timeless(graph: StepGraph) -> StepGraph:
+    return structs.replace(graph, ops=tuple(structs.replace(op, seconds=1.0) for op in graph.ops))
+
+
+def _find(problem: Problem, known: dict[tuple[bool, ...], Choice]) -> Choice:
+    """The choice with the least peak for what the executor can run, and before that for what a narrower one can."""
+    reach, narrower = _reach(problem.executor), _narrower(problem.executor)
+    if reach not in known:
+        # Whatever a narrower executor can run, this one can too, and the narrower search may go deeper.
+        starts = () if narrower is None else (_find(replace(problem, executor=narrower), known),)
+        standing = next((gear for gear in (LIVE, STATIC) if _reach(gear) == reach), problem.executor)
+        known[reach] = _least(replace(problem, executor=standing), starts).choice
+    return known[reach]
+
+
+def _least(problem: Problem, others: Sequence[Choice]) -> Judged:
     index, executor = replays(problem.graph), problem.executor
     frame = windows(index, executor)
     program, rows = Program(index, executor, frame), Rows(index, frame)
     starts = [judge(index, strategy.choose(problem).recompute, executor) for strategy in NAMED]
     starts.append(judge(index, frame.dropping, executor))
     starts.append(judge(index, frame.needed, executor))
-    narrower = _narrower(executor)
-    if narrower is not None:
-        # Whatever a narrower executor can run, this one can too, and the narrower search may go deeper.
-        deeper = least_judged(replace(problem, executor=narrower))
-        starts.append(judge(index, deeper.recompute, executor, deeper.since))
+    starts.extend(judge_choice(index, other, executor) for other in others)
     if can_wait(index):
         starts.append(links_of(index, executor).least())
     if len(frame.dropping) <= _FEW:
@@ -90,7 +106,11 @@ def _least(problem: Problem) -> Judged:
         best = found if better else best
         if not better and not fresh and len(rows.learned) == known:
             break
-    return lower_peak(index, best, executor, frame.dropping, tries_for(best))
+    best = lower_peak(index, best, executor, frame.dropping, tries_for(best))
+    if len(frame.dropping) > _LARGE:
+        return best
+    work = min(_MOST_SHAKES, _SHAKES * len(frame.dropping) * (SIMULATION_OVERHEAD + index.count))
+    return shaken(index, best, executor, frame.dropping, work)
 
 
 def _narrower(executor: Capabilities) -> Capabilities | None:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from recoup.solve.anneal import annealed
 from recoup.solve.checkmate import Checkmate
 from recoup.solve.classics import Revolve, Rotor
-from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, lower_peak, tries_for
+from recoup.solve.descent import Judged, hold_more, judge, judge_choice, keep_more, tries_for
 from recoup.solve.exchange import exchanged
 from recoup.solve.holds import can_wait
 from recoup.solve.least import least_judged
+from recoup.solve.lowering import lower_peak
 from recoup.solve.program import Solution
 from recoup.solve.rows import Rows
 from recoup.solve.strategy import Choice, Price, Problem, needed_budget

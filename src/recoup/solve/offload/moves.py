@@ -10,7 +10,7 @@ import numpy as np
 from recoup.cost import OffloadLink
 from recoup.simulate.index import Replays
 from recoup.simulate.offload import Offload, waiting_bytes
-from recoup.solve.descent import delays
+from recoup.solve.lowering import delays
 from recoup.solve.offload.judged import JointJudged
 from recoup.solve.offload.moving import Moving
 
