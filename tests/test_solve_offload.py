@@ -20,8 +20,10 @@ from recoup.plan.file import load_plan, plan_json
 from recoup.simulate import simulate, simulate_plan
 from recoup.simulate.index import replays
 from recoup.simulate.offload import Offload, offloadable
-from recoup.solve import frontier, solve
+from recoup.solve import Problem, frontier, solve
 from recoup.solve.offload import Joint, Routes
+from recoup.solve.offload.anneal import annealed_joint
+from recoup.solve.offload.least import joint_least
 from recoup.solve.offload.moving import moving_of
 
 EXECUTORS = st.sampled_from([LIVE, STATIC])
@@ -102,6 +104,22 @@ def test_no_slower_than_offloading_alone_at_its_least_peak():
     budget = least_of(graph, "live", link)
     alone = solve(graph, budget, gear="live", strategy=offload_only(link)).step_seconds
     assert solve(graph, budget, gear="live", offload=link).step_seconds <= alone * NEAR
+
+
+@given(graphs.step_graphs(), links(), EXECUTORS, st.floats(0, 1), st.sampled_from([None, 70]))
+@settings(max_examples=25, deadline=None)
+def test_a_walk_over_the_budget_ends_within_it_and_loses_nothing(graph, link, executor, share, cap):
+    problem = Problem(graph, None, executor)
+    spaces = Joint(Routes((link,), disk_bytes=cap, host_bytes=cap)).spaces(problem)
+    start = joint_least(problem, spaces, recomputing=True)
+    budget = start.peak_bytes + int((simulate(graph).peak_bytes - start.peak_bytes) * share)
+    for space in spaces:
+        found = annealed_joint(space, start, executor, budget, 0.0, 20_000, 1e9)
+        told = simulate(graph, found.recompute, executor, found.run.held_from, found.offload)
+        assert (told.peak_bytes, told.step_seconds) == (found.peak_bytes, found.step_seconds)
+        assert told.peak_bytes <= budget
+        assert found.step_seconds <= start.step_seconds
+        assert cap is None or told.offloaded_bytes <= cap
 
 
 def every(graph: StepGraph, executor: Capabilities, link: OffloadLink) -> list[tuple[int, float, int]]:

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
+from recoup.simulate.result import Moment
 from recoup.solve.descent import Judged, judge
 from recoup.solve.holds import first_asks, last_ask
 
-__all__ = ["annealed"]
+__all__ = ["Place", "Walk", "annealed"]
 
 _SEED = 1
 # The allowance at the start, relative to the step, at most and for all storages that can be dropped together; and at the end, relative
@@ -50,7 +53,7 @@ _KEEPS, _EARLIER, _LATER, _SWAPS = 0.35, 0.75, 0.9, 0.25
 _STRETCHES = 20
 _CRUMB = 1e-9
 
-Change = tuple[frozenset[int], dict[int, int]]
+Found = TypeVar("Found", bound=Judged)
 
 
 def annealed(
@@ -68,13 +71,13 @@ def annealed(
         work: how many operations may be simulated.
         seconds: of wall clock, after which the search stops wherever it is.
     """
-    return _Walk(index, start, executor, dropping, budget).run(enough, work, time.perf_counter() + seconds)
+    return _Alone(index, start, executor, dropping, budget).run(enough, work, time.perf_counter() + seconds)
 
 
-class _Place:
+class Place(Generic[Found]):
     """A plan on the way, and what is looked up in it again and again."""
 
-    def __init__(self, index: Replays, found: Judged, dropping: frozenset[int], op_seconds: Sequence[float], budget: int) -> None:
+    def __init__(self, index: Replays, found: Found, dropping: frozenset[int], op_seconds: Sequence[float], budget: int) -> None:
         self.index, self.found, self._dropping, self._op_seconds = index, found, dropping, op_seconds
         over = np.maximum(found.run.bytes_at - budget, 0)
         self.peak_over = max(found.peak_bytes - budget, 0)
@@ -107,10 +110,18 @@ class _Place:
         return storages, list(accumulate(weights))
 
 
-class _Walk:
-    """One search: the best plan within the budget, the current one, the price of a byte over it."""
+class Walk(ABC, Generic[Found]):
+    """One search: the best plan within the budget, the current one, the price of a byte over it.
 
-    def __init__(self, index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], budget: int) -> None:
+    Attributes:
+        best: within the budget.
+        current: where the walk is.
+        price: seconds for each byte over the budget.
+        spent: operations that were simulated.
+        last: whether the price only goes up.
+    """
+
+    def __init__(self, index: Replays, start: Found, executor: Capabilities, dropping: frozenset[int], budget: int) -> None:
         self.index, self.executor, self.dropping, self.budget = index, executor, dropping, budget
         self.random = random.Random(_SEED)
         self.op_seconds = index.op_seconds(executor.replay_seconds)
@@ -120,12 +131,13 @@ class _Walk:
         self.price = _PRICE * index.base_seconds / max(budget, 1)
         self.spent, self.last = 0, False
 
-    def run(self, enough: float, work: int, deadline: float) -> Judged:
+    def run(self, enough: float, work: int, deadline: float) -> Found:
         """Search until the work is done, the time is over or the best plan is good enough."""
         most = self.index.base_seconds * min(_ALLOWANCE, _ALL_ALLOWANCES / len(self.dropping))
         while self.spent < work and self.best.step_seconds > enough and time.perf_counter() < deadline:
             left, before = 1 - self.spent / work, self.spent
-            found = self._judge(*self._changed())
+            found = self.changed()
+            self.spent += found.work
             if found.peak_bytes <= self.budget and found.step_seconds < self.best.step_seconds:
                 self.best = found
             allowance = most * max(left * left * left, _LEAST) * self.random.random() ** 2
@@ -139,36 +151,35 @@ class _Walk:
                 self.price /= 1 + _PACE * done
         return self.best
 
-    def _cost(self, place: _Place) -> float:
+    def _cost(self, place: Place[Found]) -> float:
         return place.found.step_seconds + self.price * place.over_bytes
 
-    def _place(self, found: Judged) -> _Place:
-        return _Place(self.index, found, self.dropping, self.op_seconds, self.budget)
+    def _place(self, found: Found) -> Place[Found]:
+        return Place(self.index, found, self.dropping, self.op_seconds, self.budget)
 
-    def _judge(self, recompute: frozenset[int], since: Mapping[int, int]) -> Judged:
-        found = judge(self.index, recompute, self.executor, since)
-        self.spent += found.work
-        return found
+    @abstractmethod
+    def changed(self) -> Found:
+        """The current plan with a decision changed, at times two, simulated."""
 
     # -- changes
 
-    def _changed(self) -> Change:
-        """The current plan with a decision changed, at times two."""
-        recompute, since = set(self.current.found.recompute), dict(self.current.found.since)
+    def change(self, recompute: set[int], since: dict[int, int]) -> None:
+        """Change a decision, at times two, in place."""
         if self.current.peak_over and self.random.random() < _RELIEVES:
             self._relieve(recompute, since)
         else:
             self._hasten(recompute, since)
-        return frozenset(recompute), since
+
+    def over_moment(self) -> Moment:
+        """A moment at which the current plan is over the budget, often the worst one."""
+        run = self.current.found.run
+        if self.random.random() < _WORST:
+            return run.moment(int(run.bytes_at.argmax()))
+        return run.moment(int(self.random.choice(np.flatnonzero(run.bytes_at > self.budget))))
 
     def _relieve(self, recompute: set[int], since: dict[int, int]) -> None:
         """Less at a moment that is over the budget."""
-        run = self.current.found.run
-        if self.random.random() < _WORST:
-            at = int(run.bytes_at.argmax())
-        else:
-            at = int(self.random.choice(np.flatnonzero(run.bytes_at > self.budget)))
-        moment = run.moment(at)
+        run, moment = self.current.found.run, self.over_moment()
         recorded, copied = run.live(moment)
         now = last_ask(self.index, run, moment)
         copies = [v for v in dict.fromkeys(copied) if v in recompute]
@@ -176,11 +187,11 @@ class _Walk:
         standing = [v for v in recorded if v in self.dropping and v not in recompute]
         kind = self.random.random()
         if self.random.random() < _ADOPTS and (others := self._others([*standing, *copies])):
-            self._adopt(others, recompute, since)
+            self.adopt(others, recompute, since)
         elif early and kind < _DELAYS:
             self._delay(early, now, since)
         elif standing and kind < _DROPS:
-            v = self._by_bytes(standing)
+            v = self.by_bytes(standing)
             recompute.add(v)
             since[v] = self.random.choice((0, now + 1, self.asks.get(v, self.never)))
         elif copies:
@@ -188,16 +199,21 @@ class _Walk:
             recompute.discard(v)
             since.pop(v, None)
 
+    def differs(self, v: int) -> bool:
+        """Whether the best plan decides a storage otherwise than the current one."""
+        here, best = self.current.found, self.best
+        return (v in here.recompute) != (v in best.recompute) or here.since.get(v) != best.since.get(v)
+
     def _others(self, storages: list[int]) -> list[int]:
         """Of what stands there, or is made near it in the forward, one or all that the best plan within the budget decides otherwise."""
-        here, best, made = self.current.found, self.best, self.made
+        made = self.made
         if storages and self.last and self.random.random() < _REGIONS:
-            middle, reach = made[self._by_bytes(storages)], self.random.choice(_REACHES)
+            middle, reach = made[self.by_bytes(storages)], self.random.choice(_REACHES)
             storages = [v for v in made if abs(made[v] - middle) <= reach]
-        found = [v for v in storages if (v in here.recompute) != (v in best.recompute) or here.since.get(v) != best.since.get(v)]
-        return found if len(found) < 2 or self.random.random() < 0.5 else [self._by_bytes(found)]
+        found = [v for v in storages if self.differs(v)]
+        return found if len(found) < 2 or self.random.random() < 0.5 else [self.by_bytes(found)]
 
-    def _adopt(self, storages: list[int], recompute: set[int], since: dict[int, int]) -> None:
+    def adopt(self, storages: list[int], recompute: set[int], since: dict[int, int]) -> None:
         """Decide these as the best plan does: it is within the budget."""
         for v in storages:
             recompute.discard(v)
@@ -212,22 +228,23 @@ class _Walk:
         if self.random.random() < _ALL_AT_ONCE:
             since.update(dict.fromkeys(early, now + 1))
             return
-        v = self._by_bytes(early)
+        v = self.by_bytes(early)
         last = max(self.asks.get(v, self.never), now + 1)
         since[v] = now + 1 if self.random.random() < 0.7 else self.random.randint(now + 1, last)
 
-    def _by_bytes(self, storages: list[int]) -> int:
+    def by_bytes(self, storages: list[int]) -> int:
+        """One of them, large ones most often."""
         return self.random.choices(storages, [self.index.bytes[v] + 1 for v in storages])[0]
 
     def _hasten(self, recompute: set[int], since: dict[int, int]) -> None:
         """Fewer replays, most often; or room elsewhere for them."""
         kind, here = self.random.random(), self.current
         if kind < _KEEPS and recompute:
-            v = self._drawn(*here.dropped)
+            v = self.drawn(*here.dropped)
             recompute.discard(v)
             since.pop(v, None)
         elif _KEEPS <= kind < _EARLIER and since:
-            self._earlier(self._drawn(*here.waiting), since)
+            self._earlier(self.drawn(*here.waiting), since)
         elif _EARLIER <= kind < _LATER and recompute:
             v = self.random.choice(here.dropped[0])
             now = since.get(v, 0)
@@ -250,5 +267,15 @@ class _Walk:
         recompute.add(v)
         since[v] = self.random.choice((0, self.random.randint(0, self.never), self.asks.get(v, self.never)))
 
-    def _drawn(self, storages: list[int], weights: list[float]) -> int:
+    def drawn(self, storages: list[int], weights: list[float]) -> int:
+        """One of them, by weights that are summed up along the list."""
         return self.random.choices(storages, cum_weights=weights)[0]
+
+
+class _Alone(Walk[Judged]):
+    """The search where storages are kept or recomputed."""
+
+    def changed(self) -> Judged:
+        recompute, since = set(self.current.found.recompute), dict(self.current.found.since)
+        self.change(recompute, since)
+        return judge(self.index, frozenset(recompute), self.executor, since)

@@ -152,6 +152,7 @@ class _Joint:
         if alone.best is not None and not search.content():
             search.polish(alone.best)
         search.exchange()
+        search.anneal()
         if not search.content():
             search.enumerate()
         if search.best is not None:

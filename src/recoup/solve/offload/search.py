@@ -15,6 +15,8 @@ from math import log2
 from recoup.plan import Capabilities
 from recoup.simulate.offload import Offload, puts_of
 from recoup.solve.descent import SIMULATION_OVERHEAD, has_room
+from recoup.solve.holds import can_wait
+from recoup.solve.offload.anneal import annealed_joint
 from recoup.solve.offload.every import every_plan
 from recoup.solve.offload.judged import JointJudged, judge_joint
 from recoup.solve.offload.moves import Change, Space, lowering, windows_of
@@ -32,6 +34,8 @@ _CROSSED, _REPAIRS, _SWEEP, _CUTS = 3, 120, 60, 8
 _CHANGES, _SHORT_REPAIRS, _IMPROVEMENTS = (1, 1, 2, 3), 20, 5
 _WORK, _PER_DECISION, _ALLOWANCES = 300_000, 12, (0.02, 0.005)
 _HOPELESS = 0.05
+# Local search in plans over the budget: from which gap on, and at which with all its work; up to how many decisions; and that work.
+_OPEN, _WIDE_OPEN, _MANY, _ANNEALED, _ANNEALED_PER_DECISION = 0.015, 0.03, 800, 4_000_000, 60
 
 
 class Search:
@@ -126,6 +130,19 @@ class Search:
         for number, allowance in enumerate(_ALLOWANCES, 1):
             if self.best is not None:
                 self._round(self.best, allowance, begun + work * number // len(_ALLOWANCES))
+
+    def anneal(self) -> None:
+        """Local search through plans over the budget, the longer the more there may be to gain; then once more within it."""
+        open_share = 0.0 if self.best is None else (self.best.step_seconds - self.enough) / self.base
+        if self.best is None or open_share <= _OPEN or not (can_wait(self.index) and self.executor.rebuilds_again):
+            return
+        decisions = len(self.space.movable | self.space.dropping)
+        if decisions > _MANY:
+            return
+        most = min(_ANNEALED, _ANNEALED_PER_DECISION * decisions * (SIMULATION_OVERHEAD + self.index.count))
+        work = int(most * min(open_share / _WIDE_OPEN, 1.0))
+        if self.offer(annealed_joint(self.space, self.best, self.executor, self.budget, self.enough, work, self.remaining())):
+            self.exchange()
 
     def enumerate(self) -> None:
         """Every plan of a step that is small enough for that."""
