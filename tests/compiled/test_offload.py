@@ -33,7 +33,7 @@ from tests.offload.planning import offloading
 
 # So fast that it is always worth it.
 LINK = OffloadLink(
-    target="disk", write_bytes_per_second=1e12, read_bytes_per_second=1e12, latency_seconds=1e-9, staging_bytes=(4 << 20) + 4096
+    target="disk", write_bytes_per_second=1e12, read_bytes_per_second=1e12, latency_seconds=1e-9, staging_bytes=(2 << 20) + 4096
 )
 
 

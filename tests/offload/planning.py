@@ -16,7 +16,7 @@ from recoup.simulate import offloadable, simulate, simulate_plan
 from recoup.simulate.index import replays
 
 LINK = OffloadLink(
-    target="disk", write_bytes_per_second=1e9, read_bytes_per_second=1e9, latency_seconds=1e-4, staging_bytes=(4 << 20) + 4096, shared=True
+    target="disk", write_bytes_per_second=1e9, read_bytes_per_second=1e9, latency_seconds=1e-4, staging_bytes=(2 << 20) + 4096, shared=True
 )
 
 

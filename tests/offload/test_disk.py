@@ -21,6 +21,7 @@ from torch import Tensor
 from recoup.errors import OffloadError
 from recoup.torch.meter import meter_for
 from recoup.torch.offload import DiskStore, Fetch, Ticket
+from recoup.torch.offload.disk import chunk_within
 from recoup.torch.offload.files import free_bytes
 from tests.offload.conftest import MIB
 from tests.offload.faults import FaultyRequests, failing, interrupted, short, slow
@@ -198,9 +199,24 @@ def test_an_error_at_the_nth_write(directory: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("staging_bytes", "chunk_bytes"), [(4 * MIB + 4096, MIB), (2 * MIB + 4096, MIB // 2), (2 * MIB, 127 * 4096), (5 * 4096, 4096)]
+)
+def test_buffers_take_no_more_than_a_plan_counts(directory: Path, staging_bytes: int, chunk_bytes: int) -> None:
+    assert chunk_within(staging_bytes) == chunk_bytes
+    store = DiskStore(directory, chunk_bytes=chunk_bytes)
+    assert store.staging_bytes <= staging_bytes
+    store.close()
+
+
+def test_a_plan_that_counts_too_few_bytes_for_buffers_is_refused() -> None:
+    with pytest.raises(OffloadError, match=r"leaves 4096 bytes for the buffers.*20480 is the least.*recoup doctor --offload-dir"):
+        chunk_within(4096)
+
+
 def test_an_error_at_the_nth_read_is_tried_once_more(directory: Path) -> None:
     requests = FaultyRequests(read=failing(errno.EIO, 3))
-    store = DiskStore(directory, requests=requests)
+    store = DiskStore(directory, requests=requests, chunk_bytes=MIB)
     source = torch.randn(MIB)
     assert torch.equal(out(store, source).fetch().get().view(torch.float32), source)
     assert requests.reads == 5

@@ -26,7 +26,7 @@ def test_the_figures_are_those_of_the_disk(directory: Path) -> None:
     assert 0 < link.read_bytes_per_second <= 200 * MIB
     assert 0.010 <= link.latency_seconds < 0.2
     assert (link.target, link.where, link.provenance) == ("disk", str(directory), "measured")
-    assert (link.staging_bytes, link.shared) == (4 * MIB + 4096, True)
+    assert (link.staging_bytes, link.shared) == (2 * MIB + 4096, True)
     assert 0 <= link.drag < 1
     assert 0 < link.call_seconds < 0.1
     assert list(directory.iterdir()) == []

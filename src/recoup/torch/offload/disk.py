@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from recoup.cost import Target
+from recoup.errors import OffloadError
 from recoup.torch.offload.buffers import PinnedBuffer, counted_buffers, counted_bytes
 from recoup.torch.offload.extents import BLOCK, Lease, blocks_of
 from recoup.torch.offload.memory import exact, fresh_bytes, memory_of
@@ -28,13 +29,16 @@ from recoup.torch.offload.store import Fetch, Ticket
 from recoup.torch.offload.tickets import Arrival, StoredTicket, Transfer
 from recoup.torch.offload.workers import Job, Lane, Refused
 
-__all__ = ["DiskStore"]
+__all__ = ["CHUNK_BYTES", "DiskStore", "chunk_within"]
+
+_WORKERS = 2
+CHUNK_BYTES = 2**19
 
 
 class DiskStore:
     """A store in a directory of the user's choice; see :class:`recoup.torch.offload.store.Store`.
 
-    Storages take whole blocks of 4096 bytes. With two threads for each direction and buffers of 1 MiB the transfers take 4 MiB and a
+    Storages take whole blocks of 4096 bytes. With two threads for each direction and buffers of 512 KiB the transfers take 2 MiB and a
     page themselves.
 
     Args:
@@ -63,8 +67,8 @@ class DiskStore:
         *,
         device: torch.device | str = "cpu",
         limit_bytes: int | None = None,
-        workers: int = 2,
-        chunk_bytes: int = 2**20,
+        workers: int = _WORKERS,
+        chunk_bytes: int = CHUNK_BYTES,
         allow_memory_filesystem: bool = False,
         requests: Requests | None = None,
     ) -> None:
@@ -150,3 +154,18 @@ class DiskStore:
 def _retire(*lanes: Lane) -> None:
     for lane in lanes:
         lane.stop()
+
+
+def chunk_within(staging_bytes: int, workers: int = _WORKERS) -> int:
+    """The chunk with which all buffers of a store take no more than ``staging_bytes``, those of the link that a plan was made for.
+
+    Raises:
+        OffloadError: there is no room for a block in each buffer.
+    """
+    chunk = (staging_bytes - counted_bytes(2 * workers, 0)) // (2 * workers) // BLOCK * BLOCK
+    if chunk < BLOCK:
+        raise OffloadError(
+            f"the plan's link leaves {staging_bytes} bytes for the buffers of transfers; {counted_bytes(2 * workers, BLOCK)} is the least"
+            " that they take: measure the link (recoup doctor --offload-dir), and plan with what it says"
+        )
+    return chunk

@@ -37,14 +37,16 @@ def open_outbox(plan: Plan, device: torch.device, where: str | Path | Store | No
 
 def _opened(traffic: Traffic, device: torch.device, where: str | Path | None, room: int) -> Store:
     if traffic.link.target == "disk":
-        from recoup.torch.offload.disk import DiskStore  # its threads and files only where a plan asks for them
+        from recoup.torch.offload.disk import CHUNK_BYTES, DiskStore, chunk_within  # its threads and files only where a plan asks for them
 
         directory = where or traffic.link.where
         if not directory:
             raise OffloadError(
                 "the plan offloads to disk and names no directory; say which, as in apply(model, plan, offload_to='/scratch')"
             )
-        return DiskStore(directory, device=device, limit_bytes=traffic.limit_bytes)
+        # On CUDA the buffers are in the host's memory, of which the plan's peak says nothing.
+        chunk = CHUNK_BYTES if device.type == "cuda" else chunk_within(traffic.link.staging_bytes)
+        return DiskStore(directory, device=device, limit_bytes=traffic.limit_bytes, chunk_bytes=chunk)
     if device.type != "cuda":
         raise OffloadError(
             f"the plan offloads to the host's memory, where activations on {device} are already; plan with a disk, or without offloading"
