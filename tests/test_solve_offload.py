@@ -122,6 +122,19 @@ def test_a_walk_over_the_budget_ends_within_it_and_loses_nothing(graph, link, ex
         assert cap is None or told.offloaded_bytes <= cap
 
 
+def test_a_walk_where_nothing_can_be_recomputed():
+    graph = graphs.random_graph([graphs.Recipe((0,), (70,), seconds=3, save_output=True) for _ in range(6)], False)
+    problem = Problem(graph, None, STATIC)
+    (space,) = Joint(Routes((host(50.0),)), recomputing=False).spaces(problem)
+    start = joint_least(problem, [space], recomputing=False)
+    budget = (start.peak_bytes + simulate(graph).peak_bytes) // 2
+    found = annealed_joint(space, start, STATIC, budget, 0.0, 50_000, 1e9)
+    assert found.peak_bytes <= budget
+    assert found.offloaded
+    assert not found.recompute
+    assert found.step_seconds < start.step_seconds
+
+
 def every(graph: StepGraph, executor: Capabilities, link: OffloadLink) -> list[tuple[int, float, int]]:
     largest = moving_of(replays(graph), link).largest
     try:

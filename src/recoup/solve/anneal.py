@@ -133,7 +133,7 @@ class Walk(ABC, Generic[Found]):
 
     def run(self, enough: float, work: int, deadline: float) -> Found:
         """Search until the work is done, the time is over or the best plan is good enough."""
-        most = self.index.base_seconds * min(_ALLOWANCE, _ALL_ALLOWANCES / len(self.dropping))
+        most = self.index.base_seconds * min(_ALLOWANCE, _ALL_ALLOWANCES / max(len(self.dropping), 1))
         while self.spent < work and self.best.step_seconds > enough and time.perf_counter() < deadline:
             left, before = 1 - self.spent / work, self.spent
             found = self.changed()
