@@ -30,7 +30,7 @@ from recoup.simulate.result import Moment
 from recoup.solve.descent import Judged, judge
 from recoup.solve.holds import first_asks, last_ask
 
-__all__ = ["Place", "Walk", "annealed"]
+__all__ = ["Walk", "annealed"]
 
 _SEED = 1
 # The allowance at the start, relative to the step, at most and for all storages that can be dropped together; and at the end, relative
@@ -74,7 +74,7 @@ def annealed(
     return _Alone(index, start, executor, dropping, budget).run(enough, work, time.perf_counter() + seconds)
 
 
-class Place(Generic[Found]):
+class _Place(Generic[Found]):
     """A plan on the way, and what is looked up in it again and again."""
 
     def __init__(self, index: Replays, found: Found, dropping: frozenset[int], op_seconds: Sequence[float], budget: int) -> None:
@@ -151,11 +151,11 @@ class Walk(ABC, Generic[Found]):
                 self.price /= 1 + _PACE * done
         return self.best
 
-    def _cost(self, place: Place[Found]) -> float:
+    def _cost(self, place: _Place[Found]) -> float:
         return place.found.step_seconds + self.price * place.over_bytes
 
-    def _place(self, found: Found) -> Place[Found]:
-        return Place(self.index, found, self.dropping, self.op_seconds, self.budget)
+    def _place(self, found: Found) -> _Place[Found]:
+        return _Place(self.index, found, self.dropping, self.op_seconds, self.budget)
 
     @abstractmethod
     def changed(self) -> Found:
@@ -240,11 +240,11 @@ class Walk(ABC, Generic[Found]):
         """Fewer replays, most often; or room elsewhere for them."""
         kind, here = self.random.random(), self.current
         if kind < _KEEPS and recompute:
-            v = self.drawn(*here.dropped)
+            v = self._drawn(*here.dropped)
             recompute.discard(v)
             since.pop(v, None)
         elif _KEEPS <= kind < _EARLIER and since:
-            self._earlier(self.drawn(*here.waiting), since)
+            self._earlier(self._drawn(*here.waiting), since)
         elif _EARLIER <= kind < _LATER and recompute:
             v = self.random.choice(here.dropped[0])
             now = since.get(v, 0)
@@ -267,8 +267,7 @@ class Walk(ABC, Generic[Found]):
         recompute.add(v)
         since[v] = self.random.choice((0, self.random.randint(0, self.never), self.asks.get(v, self.never)))
 
-    def drawn(self, storages: list[int], weights: list[float]) -> int:
-        """One of them, by weights that are summed up along the list."""
+    def _drawn(self, storages: list[int], weights: list[float]) -> int:
         return self.random.choices(storages, cum_weights=weights)[0]
 
 

@@ -15,6 +15,7 @@ from recoup.solve.strategy import Choice
 
 __all__ = [
     "SIMULATION_OVERHEAD",
+    "Bench",
     "Judged",
     "has_room",
     "hold_more",
@@ -70,6 +71,24 @@ def judge(index: Replays, recompute: frozenset[int], executor: Capabilities, sin
     waits = {v: moment for v, moment in since.items() if v in chosen}
     run = Run(index, chosen, held_from(index, chosen, waits))
     return Judged(chosen, int(run.bytes_at.max(initial=0)), run.seconds(executor), run, waits)
+
+
+class Bench:
+    """Where a search has its choices simulated, and the work counted.
+
+    Attributes:
+        spent: operations that were simulated.
+    """
+
+    def __init__(self, index: Replays, executor: Capabilities) -> None:
+        self.index, self.executor = index, executor
+        self.spent = 0
+
+    def judge(self, recompute: frozenset[int], since: Mapping[int, int]) -> Judged:
+        """The choice, made runnable, and simulated."""
+        found = judge(self.index, recompute, self.executor, since)
+        self.spent += found.work
+        return found
 
 
 def judge_choice(index: Replays, choice: Choice, executor: Capabilities) -> Judged:

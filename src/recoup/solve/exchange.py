@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
-from recoup.solve.descent import Judged, has_room, judge
+from recoup.solve.descent import Bench, Judged, has_room
 from recoup.solve.lowering import lower_peak
 
 __all__ = ["exchanged"]
@@ -57,7 +57,7 @@ class _Exchange:
     def __init__(self, index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int], budget: int, work: int) -> None:
         self.index, self.executor, self.dropping, self.budget, self.work = index, executor, dropping, budget, work
         self.best = self.current = start
-        self.spent = 0
+        self.bench = Bench(index, executor)
         self.random = random.Random(_SEED)
         self.op_seconds = index.op_seconds(executor.replay_seconds)
 
@@ -70,25 +70,20 @@ class _Exchange:
 
     def _round(self, allowance: float, work: int, enough: float, deadline: float) -> None:
         """From the best plan on, with an allowance that falls to nothing as the work done comes to ``work``."""
-        begun = self.spent
-        while self.spent < work and self.best.step_seconds > enough and time.perf_counter() < deadline:
-            found = self._judge(*self._changed())
+        begun = self.bench.spent
+        while self.bench.spent < work and self.best.step_seconds > enough and time.perf_counter() < deadline:
+            found = self.bench.judge(*self._changed())
             if found.peak_bytes > self.budget:
-                found = lower_peak(self.index, found, self.executor, self.dropping, _REPAIRS, self.budget, self._judge)
+                found = lower_peak(self.index, found, self.executor, self.dropping, _REPAIRS, self.budget, self.bench.judge)
             if found.peak_bytes > self.budget:
                 continue
             if found.step_seconds < self.current.step_seconds + _HOPELESS * self.index.base_seconds:
                 found = self._improved(found)
-            left = max(work - self.spent, 0) / max(work - begun, 1)
+            left = max(work - self.bench.spent, 0) / max(work - begun, 1)
             if found.step_seconds < self.current.step_seconds + allowance * self.index.base_seconds * left * self.random.random() ** 2:
                 self.current = found
             if found.step_seconds < self.best.step_seconds:
                 self.best = found
-
-    def _judge(self, recompute: frozenset[int], since: Mapping[int, int]) -> Judged:
-        found = judge(self.index, recompute, self.executor, since)
-        self.spent += found.work
-        return found
 
     def _changed(self) -> tuple[frozenset[int], dict[int, int]]:
         """The current plan with some decisions changed."""
@@ -117,12 +112,12 @@ class _Exchange:
             times = Counter(found.run.replayed.ops)
             if found.since and self.random.random() < 0.5:
                 v = self._drawn(sorted(found.since), times, 1)
-                other = self._judge(found.recompute, {u: moment for u, moment in found.since.items() if u != v})
+                other = self.bench.judge(found.recompute, {u: moment for u, moment in found.since.items() if u != v})
             else:
                 storages = [v for v in sorted(found.recompute) if has_room(self.index, found, v, self.budget)]
                 if not storages:
                     continue
-                other = self._judge(found.recompute - {self._drawn(storages, times, 0)}, found.since)
+                other = self.bench.judge(found.recompute - {self._drawn(storages, times, 0)}, found.since)
             if other.peak_bytes <= self.budget and other.step_seconds < found.step_seconds:
                 found = other
         return found

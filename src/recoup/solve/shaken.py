@@ -11,11 +11,10 @@ The search is an amount of work with a generator of its own, so that it repeats 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
 from recoup.plan import Capabilities
 from recoup.simulate.index import Replays
-from recoup.solve.descent import Judged, judge
+from recoup.solve.descent import Bench, Judged
 from recoup.solve.holds import can_wait
 from recoup.solve.lowering import lower_peak, stretch
 
@@ -49,28 +48,23 @@ class _Search:
     def __init__(self, index: Replays, start: Judged, executor: Capabilities, dropping: frozenset[int]) -> None:
         self.index, self.executor, self.dropping = index, executor, dropping
         self.best = self.current = start
-        self.spent = 0
+        self.bench = Bench(index, executor)
         self.random = random.Random(_SEED)
         self.ordered = sorted(dropping)
 
     def run(self, work: int) -> Judged:
         """Search until the work is done."""
-        while self.spent < work:
-            found = self._judge(*self._changed())
+        while self.bench.spent < work:
+            found = self.bench.judge(*self._changed())
             if found.peak_bytes > self.best.peak_bytes * _HOPELESS:
                 continue
-            found = lower_peak(self.index, found, self.executor, self.dropping, _REPAIRS, judging=self._judge)
-            allowance = _ALLOWANCE * max(1 - self.spent / work, 0.0) * self.random.random() ** 2
+            found = lower_peak(self.index, found, self.executor, self.dropping, _REPAIRS, judging=self.bench.judge)
+            allowance = _ALLOWANCE * max(1 - self.bench.spent / work, 0.0) * self.random.random() ** 2
             if found.peak_bytes <= self.current.peak_bytes * (1 + allowance):
                 self.current = found
             if found.peak_bytes < self.best.peak_bytes:
                 self.best = self.current = found
         return self.best
-
-    def _judge(self, recompute: frozenset[int], since: Mapping[int, int]) -> Judged:
-        found = judge(self.index, recompute, self.executor, since)
-        self.spent += found.work
-        return found
 
     def _changed(self) -> tuple[frozenset[int], dict[int, int]]:
         """The current plan with some decisions changed."""

@@ -39,10 +39,12 @@ class _Joint(Walk[JointJudged]):
     def changed(self) -> JointJudged:
         found = self.current.found
         recompute, since, self.offload = set(found.recompute), dict(found.since), found.offload
-        if self.random.random() < _MOVES:
-            self._move(recompute, since)
-        else:
+        if self.random.random() >= _MOVES:
             self.change(recompute, since)
+        elif self.current.peak_over:
+            self._relieve_by_moves(recompute, since)
+        else:
+            self._hasten_by_moves(recompute, since)
         away = self._away() - recompute
         if self.offload is not None and away != self.offload.storages:
             self.offload = replace(self.offload, storages=away)
@@ -60,14 +62,11 @@ class _Joint(Walk[JointJudged]):
 
     def _put(self, storages: frozenset[int]) -> bool:
         """Let just these be offloaded, if they have a place."""
-        moving = self.space.offloading(replace(self.current.found, offload=self.offload), storages)
+        moving = self.space.offloading(self.offload, storages)
         if moving is None:
             return False
         self.offload = moving
         return True
-
-    def _move(self, recompute: set[int], since: dict[int, int]) -> None:
-        (self._relieve_by_moves if self.current.peak_over else self._hasten_by_moves)(recompute, since)
 
     def _relieve_by_moves(self, recompute: set[int], since: dict[int, int]) -> None:
         """Less at a moment that is over the budget: something there is offloaded, less moves at once, or something does not move."""

@@ -53,11 +53,10 @@ class Space:
         """The storages that may be offloaded."""
         return frozenset(self.moving.put)
 
-    def offloading(self, found: JointJudged, storages: frozenset[int]) -> Offload | None:
-        """The offload of a choice with other storages; None if they may not all wait on the target."""
+    def offloading(self, moving: Offload | None, storages: frozenset[int]) -> Offload | None:
+        """The offload of a choice, ``moving``, with other storages; None if they may not all wait on the target."""
         if self.cap is not None and waiting_bytes(self.index, self.link, storages) > self.cap:
             return None
-        moving = found.offload
         window = windows_of(self.moving)[4] if moving is None else 0
         return Offload(storages, self.link, window, window) if moving is None else replace(moving, storages=storages)
 
@@ -71,7 +70,7 @@ class Space:
 
     def offloaded(self, found: JointJudged, v: int) -> Change | None:
         """The choice with a storage offloaded; None if it cannot be, or has no place there."""
-        moving = self.offloading(found, found.offloaded | {v}) if v in self.moving.put else None
+        moving = self.offloading(found.offload, found.offloaded | {v}) if v in self.moving.put else None
         return Change(found.recompute - {v}, _without(found.since, v), moving) if moving is not None else None
 
     def windowed(self, found: JointJudged, direction: str, step: int) -> Change | None:

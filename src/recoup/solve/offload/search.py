@@ -133,16 +133,16 @@ class Search:
 
     def anneal(self) -> None:
         """Local search through plans over the budget, the longer the more there may be to gain; then once more within it."""
-        open_share = 0.0 if self.best is None else (self.best.step_seconds - self.enough) / self.base
-        if self.best is None or open_share <= _OPEN or not (can_wait(self.index) and self.executor.rebuilds_again):
-            return
         decisions = len(self.space.movable | self.space.dropping)
-        if decisions > _MANY:
+        if self.best is None or decisions > _MANY or not (can_wait(self.index) and self.executor.rebuilds_again):
+            return
+        open_share = (self.best.step_seconds - self.enough) / self.base
+        if open_share <= _OPEN:
             return
         most = min(_ANNEALED, _ANNEALED_PER_DECISION * decisions * (SIMULATION_OVERHEAD + self.index.count))
         work = int(most * min(open_share / _WIDE_OPEN, 1.0))
-        if self.offer(annealed_joint(self.space, self.best, self.executor, self.budget, self.enough, work, self.remaining())):
-            self.exchange()
+        self.offer(annealed_joint(self.space, self.best, self.executor, self.budget, self.enough, work, self.remaining()))
+        self.exchange()
 
     def enumerate(self) -> None:
         """Every plan of a step that is small enough for that."""

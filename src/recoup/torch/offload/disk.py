@@ -156,16 +156,17 @@ def _retire(*lanes: Lane) -> None:
         lane.stop()
 
 
-def chunk_within(staging_bytes: int, workers: int = _WORKERS) -> int:
+def chunk_within(staging_bytes: int) -> int:
     """The chunk with which all buffers of a store take no more than ``staging_bytes``, those of the link that a plan was made for.
 
     Raises:
         OffloadError: there is no room for a block in each buffer.
     """
-    chunk = (staging_bytes - counted_bytes(2 * workers, 0)) // (2 * workers) // BLOCK * BLOCK
+    buffers = 2 * _WORKERS
+    chunk = (staging_bytes - counted_bytes(buffers, 0)) // buffers // BLOCK * BLOCK
     if chunk < BLOCK:
         raise OffloadError(
-            f"the plan's link leaves {staging_bytes} bytes for the buffers of transfers; {counted_bytes(2 * workers, BLOCK)} is the least"
+            f"the plan's link leaves {staging_bytes} bytes for the buffers of transfers; {counted_bytes(buffers, BLOCK)} is the least"
             " that they take: measure the link (recoup doctor --offload-dir), and plan with what it says"
         )
     return chunk
